@@ -1,0 +1,30 @@
+"""Split-KV attention for the decode step of LLM inference, in Triton.
+
+A query token attends a long KV cache that is cut into splits; the partial results are merged by their log-sum-exp. Every
+buffer that a step needs is a tensor that the caller owns, sized once from a `WorkspaceConfig`.
+"""
+
+from splitkv import _interpreter as _interpreter  # first: it decides how Triton runs before Triton is imported
+
+from splitkv import reference
+from splitkv.api import decode, decode_with_lse, merge, supports
+from splitkv.config import Section, WorkspaceConfig
+from splitkv.kv import ContiguousKV, PagedKV, RaggedKV
+from splitkv.workspace import Workspace
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ContiguousKV",
+    "PagedKV",
+    "RaggedKV",
+    "Section",
+    "Workspace",
+    "WorkspaceConfig",
+    "decode",
+    "decode_with_lse",
+    "merge",
+    "reference",
+
+    "supports",
+]

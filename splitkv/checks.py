@@ -1,0 +1,97 @@
+"""One raising helper per invariant. Messages name the argument, what was expected, and what was given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from splitkv.config import require_int
+
+__all__ = [
+    "check_device",
+    "check_dtype",
+    "check_finite",
+    "check_index_vector",
+    "check_last_stride",
+    "check_no_overlap",
+    "check_rank",
+    "check_shape",
+    "check_tensor",
+    "require_int",
+]
+
+
+def shape_text(shape: Sequence[object]) -> str:
+    """[2, batch, 64] style text of a shape."""
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def check_tensor(name: str, value: object) -> Tensor:
+    """Raise TypeError unless `value` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, given {type(value).__name__}")
+    return value
+
+
+def check_rank(name: str, tensor: Tensor, *ranks: int) -> None:
+    """Raise ValueError unless the tensor has one of these numbers of dimensions."""
+    if tensor.dim() not in ranks:
+        expected = " or ".join(map(str, ranks))
+        raise ValueError(f"{name}: expected {expected} dimensions, given shape {shape_text(tensor.shape)}")
+
+
+def check_shape(name: str, tensor: Tensor, shape: Sequence[int | str]) -> None:
+    """Raise ValueError unless the tensor has this shape; a string stands for any size and names it in the message."""
+    given = tensor.shape
+    if len(given) != len(shape) or any(not isinstance(s, str) and s != g for s, g in zip(shape, given, strict=False)):
+        raise ValueError(f"{name}: expected shape {shape_text(shape)}, given {shape_text(given)}")
+
+
+def check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
+    """Raise TypeError unless the tensor has one of these dtypes."""
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, given {tensor.dtype}")
+
+
+def check_device(name: str, tensor: Tensor, device: torch.device, of: str) -> None:
+    """Raise ValueError unless the tensor lives on `device`, the device of the argument named by `of`."""
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device} (that of {of}), given {tensor.device}")
+
+
+def check_last_stride(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless elements of the last dimension lie next to each other."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: expected a last stride of 1, given strides {shape_text(tensor.stride())}")
+
+
+def check_no_overlap(name: str, tensor: Tensor) -> None:
+    """Raise ValueError where a tensor that will be written has an expanded dimension: its rows would share memory."""
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(f"{name}: expected memory of its own per row, given strides {shape_text(tensor.stride())}")
+
+
+def check_index_vector(name: str, tensor: object, device: torch.device, of: str, least: int | None = None) -> Tensor:
+    """Raise unless this is a contiguous int32 vector on `device`, with at least `least` elements where that is given."""
+    tensor = check_tensor(name, tensor)
+    check_dtype(name, tensor, torch.int32)
+    check_rank(name, tensor, 1)
+    if least is not None and tensor.shape[0] < least:
+        raise ValueError(f"{name}: expected at least {least} elements, given {tensor.shape[0]}")
+    if tensor.shape[0] > 1 and tensor.stride(0) != 1:
+        raise ValueError(f"{name}: expected a stride of 1, given {tensor.stride(0)}")
+    check_device(name, tensor, device, of)
+    return tensor
+
+
+def check_finite(name: str, value: object, *, above: float | None = None) -> float:
+    """Raise unless this is a finite real number (greater than `above` where that is given); return it as a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a real number, given {value!r}")
+    if not math.isfinite(value) or (above is not None and value <= above):
+        bound = "finite" if above is None else f"finite and > {above:g}"
+        raise ValueError(f"{name}: expected a number that is {bound}, given {value}")
+    return float(value)

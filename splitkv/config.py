@@ -1,0 +1,228 @@
+"""Sizes, in plain integers: what a workspace holds and how many bytes that takes. No tensors, no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT = 256  # bytes; every section starts at a multiple, as allocators of GPU memory themselves guarantee
+MIN_TILE_ROWS = 16  # the least M of a tensor-core instruction
+MAX_TILE_ROWS = 128
+MAX_HEAD_DIM = 576
+DEFAULT_MAX_SPLITS = 2048
+DEFAULT_PARTIAL_BYTES = 64 * 10**6
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling of a / b."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two that is at least n (1 for n ≤ 1)."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def align_up(n: int, alignment: int = ALIGNMENT) -> int:
+    """Smallest multiple of `alignment` that is at least n."""
+    return cdiv(n, alignment) * alignment
+
+
+def require_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Raise unless `value` is an integer in low…high: TypeError for another type (bool too), ValueError outside."""
+    bounds = f"an integer ≥ {low}" if high is None else f"an integer in {low}…{high}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected {bounds}, given {value!r}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name}: expected {bounds}, given {value}")
+
+
+def tile_bound(num_requests: int, total_q: int, group_size: int, rows: int) -> int:
+    """Most query tiles of `rows` rows that `total_q` query tokens of `num_requests` requests can need per KV head.
+
+    A request with n tokens takes ceil(n · group_size / rows) tiles, and how the tokens are spread is known on the device
+    alone, so this bounds the sum over every spread.
+    """
+    return min(total_q * cdiv(group_size, rows), (total_q * group_size + num_requests * (rows - 1)) // rows)
+
+
+@dataclass(frozen=True)
+class Section:
+    """One buffer inside a block of bytes.
+
+    Attributes:
+        name: The buffer's attribute name.
+        shape: Its shape, in elements.
+        dtype: Its dtype.
+        offset: Byte offset of its first element, a multiple of 256.
+        nbytes: Its size in bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        """Byte offset just past the section."""
+        return self.offset + self.nbytes
+
+
+def lay_out(buffers: list[tuple[str, tuple[int, ...], torch.dtype]]) -> tuple[Section, ...]:
+    """Place buffers one after another, each at the next multiple of 256 bytes."""
+    sections: list[Section] = []
+    offset = 0
+    for name, shape, dtype in buffers:
+        section = Section(name, shape, dtype, offset, math.prod(shape) * dtype.itemsize)
+        sections.append(section)
+        offset = align_up(section.end)
+    return tuple(sections)
+
+
+@dataclass(frozen=True)
+class WorkspaceConfig:
+    """Capacity of a `Workspace`. Pure integers: needs no GPU and makes no tensor.
+
+    >>> config = WorkspaceConfig(max_batch_size=128, num_q_heads=64, num_kv_heads=8, head_dim=128)
+    >>> config.q_tile_rows, config.max_splits, config.nbytes
+    (16, 2048, 19038208)
+
+    Args:
+        max_batch_size: Most requests in one call, ≥ 1.
+        num_q_heads: Query heads, a multiple of num_kv_heads.
+        num_kv_heads: Key/value heads, ≥ 1.
+        head_dim: Width of a query and of a key, 1…576 elements.
+        head_dim_v: Width of a value and of an output row, 1…576 elements. None: head_dim.
+        max_total_q: Most query tokens of all requests in one call. None: one per request.
+        max_splits: Partial tiles that the workspace holds. None: 2048, or fewer so that partials stay within
+            64·10⁶ bytes; with split_tokens, as many as every request's max_parts can need.
+        q_tile_rows: Capacity of one query tile in rows (query tokens times heads of a group), a power of two in 16…128.
+            None: the group size rounded up to a power of two, in 16…64, and 64 where max_total_q > max_batch_size.
+        split_tokens: Fixed split size in tokens. With it, a row's bits depend on its own request alone
+            (batch invariance). None: splits follow the number of programs that the GPU keeps in flight.
+        max_parts: With split_tokens, most parts of one tile; longer sequences get parts of a multiple of split_tokens.
+        dtype: torch.float16, torch.bfloat16 or torch.float32, of queries and outputs.
+
+    Defaults given as None are replaced by their values, so that every field can be read.
+
+    Raises:
+        TypeError, ValueError: a field out of range, named with what was expected and given.
+    """
+
+    max_batch_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int = None  # type: ignore[assignment]
+    max_total_q: int = None  # type: ignore[assignment]
+    max_splits: int = None  # type: ignore[assignment]
+    q_tile_rows: int = None  # type: ignore[assignment]
+    split_tokens: int | None = None
+    max_parts: int = 32
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        def default(name: str, value: int) -> None:
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+        require_int("max_batch_size", self.max_batch_size, 1)
+        require_int("num_kv_heads", self.num_kv_heads, 1)
+        require_int("num_q_heads", self.num_q_heads, 1)
+        if self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_q_heads: expected a multiple of num_kv_heads = {self.num_kv_heads}, given {self.num_q_heads}"
+            )
+        require_int("head_dim", self.head_dim, 1, MAX_HEAD_DIM)
+        default("head_dim_v", self.head_dim)
+        require_int("head_dim_v", self.head_dim_v, 1, MAX_HEAD_DIM)
+        default("max_total_q", self.max_batch_size)
+        require_int("max_total_q", self.max_total_q, 1)
+        several = self.max_total_q > self.max_batch_size
+        default("q_tile_rows", 64 if several else min(64, max(MIN_TILE_ROWS, next_power_of_2(self.group_size))))
+        require_int("q_tile_rows", self.q_tile_rows, MIN_TILE_ROWS, MAX_TILE_ROWS)
+        if self.q_tile_rows != next_power_of_2(self.q_tile_rows):
+            raise ValueError(f"q_tile_rows: expected a power of two, given {self.q_tile_rows}")
+        require_int("max_parts", self.max_parts, 1)
+        if self.split_tokens is not None:
+            require_int("split_tokens", self.split_tokens, 1)
+            default("max_splits", self.max_q_tiles * self.num_kv_heads * self.max_parts)
+        else:
+            partial_bytes = self.q_tile_rows * (self.head_dim_v + 1) * 4
+            default("max_splits", min(DEFAULT_MAX_SPLITS, DEFAULT_PARTIAL_BYTES // partial_bytes))
+        require_int("max_splits", self.max_splits, 1)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype: expected one of {', '.join(map(str, DTYPES))}, given {self.dtype}")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def max_q_tiles(self) -> int:
+        """Most query tiles per KV head in one call."""
+        return tile_bound(self.max_batch_size, self.max_total_q, self.group_size, self.q_tile_rows)
+
+    def sections(self) -> tuple[Section, ...]:
+        """Name, shape, dtype, byte offset and size of each buffer, in the order of a single allocation."""
+        return lay_out(
+            [
+                ("partial_out", (self.max_splits, self.q_tile_rows, self.head_dim_v), torch.float32),
+                ("partial_lse", (self.max_splits, self.q_tile_rows), torch.float32),
+                ("out", (self.max_total_q, self.num_q_heads, self.head_dim_v), self.dtype),
+                ("lse", (self.max_total_q, self.num_q_heads), torch.float32),
+            ]
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one allocation that holds every section."""
+        return self.sections()[-1].end
+
+    @classmethod
+    def cover(cls, *configs: WorkspaceConfig) -> WorkspaceConfig:
+        """A config whose buffers are large enough for each of several geometries, such as the layers of one model.
+
+        The geometry (heads, widths, tile rows) is that of the config with the largest partials; its capacities grow until
+        every buffer has at least the elements of each config's.
+
+        >>> local = WorkspaceConfig(8, 16, 8, 256)
+        >>> wide = WorkspaceConfig(8, 16, 1, 512)
+        >>> both = WorkspaceConfig.cover(local, wide)
+        >>> all(b.nbytes >= s.nbytes for c in (local, wide) for b, s in zip(both.sections(), c.sections()))
+        True
+
+        Raises:
+            ValueError: no config, or configs that differ in dtype, split_tokens or max_parts.
+        """
+        if not configs:
+            raise ValueError("configs: expected at least one WorkspaceConfig, given none")
+        for config in configs:
+            if not isinstance(config, WorkspaceConfig):
+                raise TypeError(f"configs: expected WorkspaceConfig, given {type(config).__name__}")
+        for name in ("dtype", "split_tokens", "max_parts"):
+            values = {getattr(config, name) for config in configs}
+            if len(values) > 1:
+                raise ValueError(f"configs: expected one {name}, given {', '.join(map(str, values))}")
+        base = max(configs, key=lambda config: config.sections()[0].nbytes)
+
+        def most(section: int) -> int:
+            return max(math.prod(config.sections()[section].shape) for config in configs)
+
+        rows = base.q_tile_rows
+        return dataclasses.replace(
+            base,
+            max_batch_size=max(config.max_batch_size for config in configs),
+            max_splits=max(cdiv(most(0), rows * base.head_dim_v), cdiv(most(1), rows)),
+            max_total_q=max(
+                cdiv(most(2), base.num_q_heads * base.head_dim_v),
+                cdiv(most(3), base.num_q_heads),
+            ),
+        )

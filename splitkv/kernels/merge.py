@@ -1,0 +1,210 @@
+"""The merge kernels: fold partial results by their log-sum-exp."""
+
+import triton
+import triton.language as tl
+
+from splitkv.kernels.primitives import (
+    BALANCED,
+    balanced_chunk,
+    fold_partials,
+    load_kv_range,
+    load_q_range,
+    parts_of,
+    request_work,
+)
+
+
+@triton.jit
+def merge_splits_kernel(
+    partial_out_ptr,
+    partial_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    lens_ptr,
+    indptr_ptr,
+    kv_start_ptr,
+    qo_indptr_ptr,
+    sinks_ptr,
+    batch: "i32",
+    q_len: "i32",
+    total_q: "i32",
+    capacity: "i32",
+    window_left: "i32",
+    budget: "i32",
+    slots: "i32",
+    stride_out_batch: "i64",
+    stride_out_token: "i64",
+    stride_out_head: "i64",
+    stride_lse_batch: "i64",
+    stride_lse_token: "i64",
+    stride_lse_head: "i64",
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    KV_KIND: tl.constexpr,
+    SCHEDULE: tl.constexpr,
+    SPLIT_TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MIN_CHUNK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    RIGHT_BOUND: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Fold the partials of one query row into its output, and zero the rows that belong to no request.
+
+    Grid: (query tokens, query heads, ceil(HEAD_DIM_V / BLOCK_DV)). Rows whose tile had one part are done already.
+
+    Reads:  partial_out [slots, BLOCK_M, HEAD_DIM_V] fp32, partial_lse [slots, BLOCK_M] fp32, lengths
+    Writes: out, lse
+    """
+    row_token = tl.program_id(0)
+    head = tl.program_id(1)
+    offs_d = tl.program_id(2) * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    d_mask = offs_d < HEAD_DIM_V
+    if qo_indptr_ptr is not None:
+        # The request of a query token: the number of requests that end at or before it.
+        b = 0
+        for first in range(0, batch, BLOCK_B):
+            offs_b = first + tl.arange(0, BLOCK_B)
+            ends = tl.load(qo_indptr_ptr + 1 + offs_b, mask=offs_b < batch, other=0x7FFFFFFF)
+            b += tl.sum((ends <= row_token).to(tl.int32), 0)
+        out_row = row_token.to(tl.int64) * stride_out_token + head.to(tl.int64) * stride_out_head
+        lse_row = row_token.to(tl.int64) * stride_lse_token + head.to(tl.int64) * stride_lse_head
+        if b >= batch:
+            tl.store(out_ptr + out_row + offs_d, tl.zeros([BLOCK_DV], out_ptr.dtype.element_ty), mask=d_mask)
+            if HAS_LSE:
+                tl.store(lse_ptr + lse_row, float("-inf"))
+            return
+    else:
+        b = row_token // q_len
+        out_row = (
+            b.to(tl.int64) * stride_out_batch
+            + (row_token % q_len).to(tl.int64) * stride_out_token
+            + head.to(tl.int64) * stride_out_head
+        )
+        lse_row = (
+            b.to(tl.int64) * stride_lse_batch
+            + (row_token % q_len).to(tl.int64) * stride_lse_token
+            + head.to(tl.int64) * stride_lse_head
+        )
+
+    # How many parts has its tile, and where are they? The same arithmetic as in split_decode_kernel.
+    chunk = 1
+    if SCHEDULE == BALANCED:
+        chunk = balanced_chunk(
+            batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, budget, slots,
+            PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, MIN_CHUNK, BLOCK_B,
+        )  # fmt: skip
+    tiles, span = request_work(
+        b, True, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
+        PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
+    )  # fmt: skip
+    _, seq_len, _ = load_kv_range(b, True, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE, KV_KIND)
+    parts = parts_of(tiles, span, seq_len, chunk, SCHEDULE, SPLIT_TOKENS, PARTS)
+    if parts == 1:
+        return
+    first_slot = 0
+    if SCHEDULE == BALANCED or qo_indptr_ptr is not None:
+        for first in range(0, b, BLOCK_B):
+            offs_b = first + tl.arange(0, BLOCK_B)
+            earlier = offs_b < b
+            tiles_b, span_b = request_work(
+                offs_b, earlier, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
+                PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
+            )  # fmt: skip
+            if SCHEDULE == BALANCED:
+                parts_b = parts_of(tiles_b, span_b, span_b, chunk, SCHEDULE, SPLIT_TOKENS, PARTS)
+                first_slot += tl.sum(tl.where(parts_b > 1, tiles_b * parts_b, 0), 0)
+            else:
+                first_slot += tl.sum(tiles_b * PARTS, 0)
+    else:
+        first_slot = b * tiles * PARTS
+    q_first, _ = load_q_range(b, True, qo_indptr_ptr, q_len, total_q)
+    if qo_indptr_ptr is not None:
+        token = row_token - q_first
+    else:
+        token = row_token % q_len
+    tile_row = token * GROUP_SIZE + head % GROUP_SIZE
+    tile = tile_row // BLOCK_M
+    slots_each = parts if SCHEDULE == BALANCED else PARTS
+    slot = (first_slot + tile * slots_each) * NUM_KV_HEADS + head // GROUP_SIZE
+    partial_row = slot.to(tl.int64) * BLOCK_M + tile_row % BLOCK_M
+    sink = 0.0
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+    out, lse = fold_partials(
+        partial_out_ptr + partial_row * HEAD_DIM_V,
+        partial_lse_ptr + partial_row,
+        NUM_KV_HEADS * BLOCK_M * HEAD_DIM_V,
+        NUM_KV_HEADS * BLOCK_M,
+        parts,
+        sink,
+        offs_d,
+        d_mask,
+        sinks_ptr is not None,
+        BLOCK_P,
+        BLOCK_DV,
+    )
+    tl.store(out_ptr + out_row + offs_d, out.to(out_ptr.dtype.element_ty), mask=d_mask)
+    if HAS_LSE:
+        tl.store(lse_ptr + lse_row, lse)
+
+
+@triton.jit
+def merge_kernel(
+    outs_ptr,
+    lses_ptr,
+    out_ptr,
+    lse_ptr,
+    sinks_ptr,
+    parts: "i32",
+    stride_outs_part: "i64",
+    stride_outs_row: "i64",
+    stride_outs_head: "i64",
+    stride_lses_part: "i64",
+    stride_lses_row: "i64",
+    stride_lses_head: "i64",
+    stride_out_row: "i64",
+    stride_out_head: "i64",
+    stride_lse_row: "i64",
+    stride_lse_head: "i64",
+    HEAD_DIM_V: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Fold `parts` partials of one row and head, however they are strided.
+
+    Grid: (rows, heads, ceil(HEAD_DIM_V / BLOCK_DV)).
+
+    Reads:  outs [parts, rows, heads, HEAD_DIM_V], lses [parts, rows, heads], natural log; sinks [heads]
+    Writes: out [rows, heads, HEAD_DIM_V], lse [rows, heads]
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    offs_d = tl.program_id(2) * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    d_mask = offs_d < HEAD_DIM_V
+    sink = 0.0
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+    out, lse = fold_partials(
+        outs_ptr + row * stride_outs_row + head * stride_outs_head,
+        lses_ptr + row * stride_lses_row + head * stride_lses_head,
+        stride_outs_part,
+        stride_lses_part,
+        parts,
+        sink,
+        offs_d,
+        d_mask,
+        sinks_ptr is not None,
+        BLOCK_P,
+        BLOCK_DV,
+    )
+    tl.store(out_ptr + row * stride_out_row + head * stride_out_head + offs_d, out.to(out_ptr.dtype.element_ty), mask=d_mask)
+    if HAS_LSE:
+        tl.store(lse_ptr + row * stride_lse_row + head * stride_lse_head, lse)

@@ -1,0 +1,242 @@
+"""Device functions that kernels share: lengths, work shares, and the log-sum-exp algebra.
+
+The schedule, in one paragraph. A *tile* is BLOCK_M packed query rows of one request and KV head. A request with n query
+tokens has ceil(n · GROUP_SIZE / BLOCK_M) tiles per head, each attended in `parts` parts. A *unit* is one part of one tile
+for all heads; program p works on unit p // num_kv_heads and head p % num_kv_heads, so that neighbouring programs read
+neighbouring heads of the same tokens. Units are numbered request by request, and every program finds its own by a prefix
+sum over the lengths on the device. `splitkv/schedule.py` holds the same arithmetic in plain Python.
+"""
+
+import triton
+import triton.language as tl
+
+PAGED: tl.constexpr = tl.constexpr(0)
+CONTIGUOUS: tl.constexpr = tl.constexpr(1)
+RAGGED: tl.constexpr = tl.constexpr(2)
+CSR: tl.constexpr = tl.constexpr(3)
+
+BALANCED: tl.constexpr = tl.constexpr(0)
+FIXED_PARTS: tl.constexpr = tl.constexpr(1)
+FIXED_TOKENS: tl.constexpr = tl.constexpr(2)
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def clamp(x, low, high):
+    return tl.minimum(tl.maximum(x, low), high)
+
+
+@triton.jit
+def load_kv_range(b, live, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE: tl.constexpr, KV_KIND: tl.constexpr):
+    """Where request b's keys begin to be visible, how many it has, and its first entry in the pool (RAGGED, CSR).
+
+    b is a scalar or a vector; dead lanes have no keys. Lengths are data that the caller may overwrite at any time, so they
+    are clamped here to what the view can hold: whatever they say, no address outside the cache follows.
+    """
+    if KV_KIND == RAGGED or KV_KIND == CSR:
+        first = clamp(tl.load(indptr_ptr + b, mask=live, other=0), 0, capacity)
+        count = clamp(tl.load(indptr_ptr + b + 1, mask=live, other=0), first, capacity) - first
+        if KV_KIND == CSR:
+            tail = clamp(tl.load(lens_ptr + b, mask=live, other=0), 0, PAGE_SIZE)
+            seq_len = tl.where(count > 0, (count - 1) * PAGE_SIZE + tail, 0)
+        else:
+            seq_len = count
+    else:
+        first = b * 0
+        seq_len = clamp(tl.load(lens_ptr + b, mask=live, other=0), 0, capacity)
+    if kv_start_ptr is not None:
+        start = clamp(tl.load(kv_start_ptr + b, mask=live, other=0), 0, seq_len)
+    else:
+        start = seq_len * 0
+    return start, seq_len, first
+
+
+@triton.jit
+def load_q_range(b, live, qo_indptr_ptr, q_len, total_q):
+    """First query token of request b in the packed query (0 for a uniform batch), and its number of query tokens."""
+    if qo_indptr_ptr is not None:
+        first = clamp(tl.load(qo_indptr_ptr + b, mask=live, other=0), 0, total_q)
+        count = clamp(tl.load(qo_indptr_ptr + b + 1, mask=live, other=0), first, total_q) - first
+    else:
+        first = b * 0
+        count = tl.where(live, q_len, 0)
+    return first, count
+
+
+@triton.jit
+def request_work(
+    b,
+    live,
+    lens_ptr,
+    indptr_ptr,
+    kv_start_ptr,
+    qo_indptr_ptr,
+    capacity,
+    q_len,
+    total_q,
+    window_left,
+    PAGE_SIZE: tl.constexpr,
+    KV_KIND: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    RIGHT_BOUND: tl.constexpr,
+):
+    """Query tiles per head of request b, and an upper bound of the keys that one of its tiles can see."""
+    start, seq_len, _ = load_kv_range(b, live, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE, KV_KIND)
+    _, tokens = load_q_range(b, live, qo_indptr_ptr, q_len, total_q)
+    tiles = tl.cdiv(tokens * GROUP_SIZE, BLOCK_M)
+    span = seq_len - start
+    if HAS_WINDOW:
+        # A tile's first query token sees window_left keys further left than its last.
+        TILE_TOKENS: tl.constexpr = (BLOCK_M - 2) // GROUP_SIZE + 2
+        reach = tl.minimum(tokens, TILE_TOKENS) if RIGHT_BOUND else tl.maximum(tokens, 1)
+        span = tl.minimum(span, window_left + reach)
+    return tiles, span
+
+
+@triton.jit
+def chunk_tokens(tiles, work, longest, budget, slots, MIN_CHUNK: tl.constexpr):
+    """Tokens per part, so that all parts fit into `budget` units and those of cut tiles into `slots` partials.
+
+    A tile with s tokens takes max(1, ceil(s / chunk)) parts. Two chunks are safe by construction, whatever the lengths:
+    with ceil(work / (budget - tiles)) each tile adds at most one part to an even share; with
+    ceil(longest / (budget // tiles)) no tile takes more than budget // tiles. The first suits uneven lengths, the second
+    even ones. A tile that is cut at all takes at most 2 s / chunk parts, which bounds the slots.
+    """
+    tiles = tl.maximum(tiles, 1)
+    spare = tl.maximum(budget - tiles, 0)
+    each = budget // tiles
+    uneven = tl.where(spare > 0, (work + spare - 1) // tl.maximum(spare, 1), longest)
+    even = tl.where(each > 0, (longest + each - 1) // tl.maximum(each, 1), longest)
+    chunk = tl.minimum(uneven, even)
+    by_slots = (2 * work + slots - 1) // tl.maximum(slots, 1)
+    chunk = tl.where(slots < budget, tl.maximum(chunk, by_slots), chunk)
+    return tl.maximum(tl.where(slots > 1, chunk, longest), MIN_CHUNK)
+
+
+@triton.jit
+def balanced_chunk(
+    batch,
+    lens_ptr,
+    indptr_ptr,
+    kv_start_ptr,
+    qo_indptr_ptr,
+    capacity,
+    q_len,
+    total_q,
+    window_left,
+    budget,
+    slots,
+    PAGE_SIZE: tl.constexpr,
+    KV_KIND: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    RIGHT_BOUND: tl.constexpr,
+    MIN_CHUNK: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """Tokens per part for this batch: one pass over its lengths."""
+    tiles_sum = tl.zeros([BLOCK_B], tl.int32)
+    work_sum = tl.zeros([BLOCK_B], tl.int64)
+    longest = tl.zeros([BLOCK_B], tl.int32)
+    for first in range(0, batch, BLOCK_B):
+        b = first + tl.arange(0, BLOCK_B)
+        tiles, span = request_work(
+            b, b < batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
+            PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
+        )  # fmt: skip
+        span = tl.where(tiles > 0, span, 0)
+        tiles_sum += tiles
+        work_sum += tiles.to(tl.int64) * span
+        longest = tl.maximum(longest, span)
+    return chunk_tokens(
+        tl.sum(tiles_sum, 0).to(tl.int64),
+        tl.sum(work_sum, 0),
+        tl.max(longest, 0).to(tl.int64),
+        budget.to(tl.int64),
+        slots.to(tl.int64),
+        MIN_CHUNK,
+    ).to(tl.int32)
+
+
+@triton.jit
+def parts_of(tiles, span, seq_len, chunk, SCHEDULE: tl.constexpr, SPLIT_TOKENS: tl.constexpr, PARTS: tl.constexpr):
+    """Parts that a tile is attended in, at least 1.
+
+    BALANCED: by its visible span. FIXED_PARTS: always PARTS. FIXED_TOKENS: by the sequence's length alone.
+    """
+    if SCHEDULE == BALANCED:
+        parts = tl.maximum(tl.cdiv(span, chunk), 1)
+    elif SCHEDULE == FIXED_PARTS:
+        parts = span * 0 + PARTS
+    else:
+        parts = tl.maximum(tl.cdiv(seq_len, part_tokens(seq_len, SPLIT_TOKENS, PARTS)), 1)
+    return parts
+
+
+@triton.jit
+def part_tokens(seq_len, SPLIT_TOKENS: tl.constexpr, PARTS: tl.constexpr):
+    """With fixed split tokens: the distance of part edges, the least multiple with which PARTS parts suffice."""
+    return SPLIT_TOKENS * tl.maximum(tl.cdiv(tl.cdiv(seq_len, SPLIT_TOKENS), PARTS), 1)
+
+
+@triton.jit
+def even_edge(part, parts, tokens):
+    """floor(part · tokens / parts), without a product that outgrows 32 bits."""
+    return part * (tokens // parts) + part * (tokens % parts) // parts
+
+
+@triton.jit
+def finite_or_zero(top):
+    """A maximum to subtract: 0 instead of -inf, the maximum over nothing, since -inf - -inf is no number."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def fold_partials(
+    out_ptr,
+    lse_ptr,
+    stride_out_part,
+    stride_lse_part,
+    parts,
+    sink,
+    offs_d,
+    d_mask,
+    HAS_SINK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Merge `parts` partials of one row: returns its output [BLOCK_D] float32 and its natural log-sum-exp.
+
+    Online over blocks of BLOCK_P partials, all in base 2. (0, -inf) is the identity: a partial without keys weighs 0
+    whatever its row holds, and if nothing has keys the result is (0, -inf) again. The sink, a logit, joins the
+    denominator only.
+    """
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, parts, BLOCK_P):
+        part = first + tl.arange(0, BLOCK_P)
+        live = part < parts
+        part = part.to(tl.int64)
+        lse = tl.load(lse_ptr + part * stride_lse_part, mask=live, other=float("-inf")).to(tl.float32) * LOG2E
+        keyed = live & (lse > float("-inf"))
+        rows = tl.load(
+            out_ptr + part[:, None] * stride_out_part + offs_d[None, :], mask=keyed[:, None] & d_mask[None, :], other=0.0
+        ).to(tl.float32)
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        weight = tl.exp2(lse - finite_or_zero(new_top))
+        decay = tl.exp2(top - finite_or_zero(new_top))
+        total = total * decay + tl.sum(weight, 0)
+        acc = acc * decay + tl.sum(rows * weight[:, None], 0)
+        top = new_top
+    denominator = total
+    if HAS_SINK:
+        denominator = total + tl.where(total > 0, tl.exp2(sink * LOG2E - finite_or_zero(top)), 0.0)
+    out = acc / tl.where(denominator > 0, denominator, 1.0)
+    lse_out = tl.where(total > 0, top * LN2 + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
+    return out, tl.max(lse_out, 0)

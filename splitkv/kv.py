@@ -1,0 +1,364 @@
+"""Views of a KV cache. They hold the caller's tensors, copy nothing, and say where each token lies.
+
+All four come down to one description that the kernels take (`Addressing`): where request b's tokens are found, and the
+strides between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from splitkv import checks
+from splitkv.config import DTYPES, MAX_HEAD_DIM
+
+INT32_MAX = 2**31 - 1
+
+# Kinds of addressing, as the kernels know them.
+PAGED = 0  # page_table[row, t // page_size] is the page of token t
+CONTIGUOUS = 1  # cache[row, t]
+RAGGED = 2  # cache[kv_indptr[b] + t]
+CSR = 3  # page_indices[page_indptr[b] + t // page_size] is the page of token t
+
+
+@dataclass(frozen=True)
+class Addressing:
+    """Where the kernels find request b's tokens, in elements. One description for every layout.
+
+    Attributes:
+        kind: PAGED, CONTIGUOUS, RAGGED or CSR.
+        page_size: Tokens per page; 1 where there are no pages.
+        capacity: Most tokens (CSR: page indices) that a length on the device may claim; longer ones are clamped.
+        lens: [≥ batch] int32 lengths in tokens; CSR: tokens in the last page; None for RAGGED.
+        indptr: [≥ batch + 1] int32 prefix sums of tokens (RAGGED) or pages (CSR), else None.
+        table: Page ids: [rows, max_pages] int32 (PAGED), [num_indices] int32 (CSR), else None.
+        stride_table_row: Elements between two rows of the table.
+        stride_k, stride_v: Elements between pages (CONTIGUOUS: rows; RAGGED: 0), tokens and heads of K and V.
+    """
+
+    kind: int
+    page_size: int
+    capacity: int
+    lens: Tensor | None
+    indptr: Tensor | None
+    table: Tensor | None
+    stride_table_row: int
+    stride_k: tuple[int, int, int]
+    stride_v: tuple[int, int, int]
+
+
+def _check_cache(name: str, cache: object, rank: int) -> Tensor:
+    cache = checks.check_tensor(name, cache)
+    checks.check_rank(name, cache, rank)
+    checks.check_dtype(name, cache, *DTYPES)
+    checks.check_last_stride(name, cache)
+    if not 1 <= cache.shape[-1] <= MAX_HEAD_DIM:
+        raise ValueError(f"{name}: expected a width in 1…{MAX_HEAD_DIM}, given {cache.shape[-1]}")
+    if 0 in cache.shape[1:]:
+        # The first dimension may be empty (no page, no token yet): nothing then has a length to read.
+        raise ValueError(f"{name}: expected no empty dimension, given shape {checks.shape_text(cache.shape)}")
+    return cache
+
+
+def _check_pair(k_name: str, k: Tensor, v_name: str, v: Tensor) -> None:
+    checks.check_dtype(v_name, v, k.dtype)
+    checks.check_device(v_name, v, k.device, k_name)
+    checks.check_shape(v_name, v, [*k.shape[:-1], "head_dim_v"])
+
+
+class KVView:
+    """What all views share. Use PagedKV, ContiguousKV or RaggedKV.
+
+    Attributes:
+        k, v: The caller's caches.
+        num_kv_heads, head_dim, head_dim_v: Their sizes.
+        dtype, device: Theirs.
+        rows: [≥ batch] int32, each request's row of the table or cache; None for row b.
+        kv_start: [≥ batch] int32, tokens before it are invisible; None for 0.
+        len_hint: Typical length in tokens, or None. May steer tile sizes, never results.
+        addressing: Where tokens lie, as the kernels take it.
+    """
+
+    k: Tensor
+    v: Tensor
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    rows: Tensor | None
+    kv_start: Tensor | None
+    len_hint: int | None
+    addressing: Addressing
+
+    def _hold(
+        self,
+        k: Tensor,
+        v: Tensor,
+        num_kv_heads: int,
+        rows: Tensor | None,
+        kv_start: Tensor | None,
+        len_hint: int | None,
+    ) -> None:
+        self.k, self.v = k, v
+        self.num_kv_heads, self.head_dim, self.head_dim_v = num_kv_heads, k.shape[-1], v.shape[-1]
+        if rows is not None:
+            checks.check_index_vector("rows", rows, k.device, "the cache")
+        if kv_start is not None:
+            checks.check_index_vector("kv_start", kv_start, k.device, "the cache")
+        if len_hint is not None:
+            checks.require_int("len_hint", len_hint, 0)
+        self.rows, self.kv_start, self.len_hint = rows, kv_start, len_hint
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.k.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.k.device
+
+    def check_batch(self, batch: int) -> None:
+        """Raise ValueError unless every per-request tensor of the view has an entry for each of `batch` requests."""
+        where = self.addressing
+        limits: list[tuple[str, int]] = []
+        if where.lens is not None:
+            limits.append(("last_page_len" if where.kind == CSR else "seq_lens", where.lens.shape[0]))
+        if where.indptr is not None:
+            limits.append(("page_indptr" if where.kind == CSR else "kv_indptr", where.indptr.shape[0] - 1))
+        if self.rows is not None:
+            limits.append(("rows", self.rows.shape[0]))
+        elif where.kind == PAGED and where.table is not None:
+            limits.append(("page_table", where.table.shape[0]))
+        elif where.kind == CONTIGUOUS:
+            limits.append(("k", self.k.shape[0]))
+        if self.kv_start is not None:
+            limits.append(("kv_start", self.kv_start.shape[0]))
+        for name, entries in limits:
+            if entries < batch:
+                raise ValueError(f"{name}: expected entries for a batch of {batch}, given {entries}")
+
+
+class PagedKV(KVView):
+    """A cache of pages, found through a page table.
+
+    >>> k_cache = torch.zeros(8, 16, 2, 64); v_cache = torch.zeros(8, 16, 2, 64)
+    >>> table = torch.tensor([[3, 1], [0, -1]], dtype=torch.int32)
+    >>> kv = PagedKV(k_cache, v_cache, table, torch.tensor([20, 7], dtype=torch.int32))
+    >>> kv.page_size, kv.num_kv_heads, kv.head_dim
+    (16, 2, 64)
+
+    Args:
+        k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim] ("HND": the middle two swapped); any strides with
+            the last 1; float16, bfloat16 or float32. The value width may differ. page_size 1 is a table of token slots.
+        page_table: [rows, max_pages] int32, any row stride. Entries at or past ceil(seq_len / page_size) are never
+            followed and may be -1.
+        seq_lens: [≥ batch] int32, tokens in each request's cache, the current ones included. Clamped on the device to
+            0…max_pages · page_size.
+        rows: [≥ batch] int32, the table row of each request. None: request b uses row b.
+        kv_start: [≥ batch] int32, tokens before it are invisible (left padding).
+        layout: "NHD" or "HND".
+        len_hint: Typical length in tokens, known to the host; may steer tile sizes, never results.
+
+    Raises:
+        TypeError, ValueError: dtype, rank, shape, stride or device, naming the argument.
+    """
+
+    def __init__(
+        self,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        *,
+        rows: Tensor | None = None,
+        kv_start: Tensor | None = None,
+        layout: str = "NHD",
+        len_hint: int | None = None,
+    ) -> None:
+        self._hold_pages(k_cache, v_cache, layout, rows, kv_start, len_hint)
+        page_table = checks.check_tensor("page_table", page_table)
+        checks.check_dtype("page_table", page_table, torch.int32)
+        checks.check_rank("page_table", page_table, 2)
+        checks.check_last_stride("page_table", page_table)
+        checks.check_device("page_table", page_table, k_cache.device, "k_cache")
+        checks.check_index_vector("seq_lens", seq_lens, k_cache.device, "k_cache")
+        self.page_table, self.seq_lens = page_table, seq_lens
+        self.addressing = Addressing(
+            kind=PAGED,
+            page_size=self.page_size,
+            capacity=min(page_table.shape[1] * self.page_size, INT32_MAX),
+            lens=seq_lens,
+            indptr=None,
+            table=page_table,
+            stride_table_row=page_table.stride(0),
+            stride_k=self._page_strides(k_cache),
+            stride_v=self._page_strides(v_cache),
+        )
+
+    @classmethod
+    def from_csr(
+        cls,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        page_indptr: Tensor,
+        page_indices: Tensor,
+        last_page_len: Tensor,
+        *,
+        kv_start: Tensor | None = None,
+        layout: str = "NHD",
+        len_hint: int | None = None,
+    ) -> PagedKV:
+        """A view from FlashInfer's form of a page table; lengths are derived on the device.
+
+        Args:
+            k_cache, v_cache: As for PagedKV.
+            page_indptr: [≥ batch + 1] int32, prefix sums of pages per request.
+            page_indices: [num_indices] int32, the pages of all requests one after another.
+            last_page_len: [≥ batch] int32, tokens in each request's last page, 1…page_size.
+            kv_start, layout, len_hint: As for PagedKV.
+        """
+        view = cls.__new__(cls)
+        view._hold_pages(k_cache, v_cache, layout, None, kv_start, len_hint)
+        device = k_cache.device
+        checks.check_index_vector("page_indptr", page_indptr, device, "k_cache", least=1)
+        checks.check_index_vector("page_indices", page_indices, device, "k_cache")
+        checks.check_index_vector("last_page_len", last_page_len, device, "k_cache")
+        view.page_indptr, view.page_indices, view.last_page_len = page_indptr, page_indices, last_page_len
+        view.addressing = Addressing(
+            kind=CSR,
+            page_size=view.page_size,
+            capacity=page_indices.shape[0],
+            lens=last_page_len,
+            indptr=page_indptr,
+            table=page_indices,
+            stride_table_row=0,
+            stride_k=view._page_strides(k_cache),
+            stride_v=view._page_strides(v_cache),
+        )
+        return view
+
+    page_table: Tensor
+    seq_lens: Tensor
+    page_indptr: Tensor
+    page_indices: Tensor
+    last_page_len: Tensor
+
+    def _hold_pages(
+        self,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        layout: str,
+        rows: Tensor | None,
+        kv_start: Tensor | None,
+        len_hint: int | None,
+    ) -> None:
+        if layout not in ("NHD", "HND"):
+            raise ValueError(f'layout: expected "NHD" or "HND", given {layout!r}')
+        _check_cache("k_cache", k_cache, 4)
+        _check_cache("v_cache", v_cache, 4)
+        _check_pair("k_cache", k_cache, "v_cache", v_cache)
+        self.layout = layout
+        tokens, heads = (1, 2) if layout == "NHD" else (2, 1)
+        self.page_size = k_cache.shape[tokens]
+        self._hold(k_cache, v_cache, k_cache.shape[heads], rows, kv_start, len_hint)
+
+    def _page_strides(self, cache: Tensor) -> tuple[int, int, int]:
+        page, second, third, _ = cache.stride()
+        return (page, second, third) if self.layout == "NHD" else (page, third, second)
+
+
+class ContiguousKV(KVView):
+    """A cache with one stretch of tokens per request.
+
+    >>> k = torch.zeros(2, 32, 2, 64)
+    >>> kv = ContiguousKV(k, k.clone(), torch.tensor([20, 7], dtype=torch.int32))
+    >>> kv.num_kv_heads
+    2
+
+    Args:
+        k, v: [batch, max_len, num_kv_heads, head_dim], any strides with the last 1 (a [batch, heads, max_len, head_dim]
+            cache is `cache.transpose(1, 2)`); float16, bfloat16 or float32. The value width may differ.
+        seq_lens: [≥ batch] int32, tokens of each request. Clamped on the device to 0…max_len.
+        rows: [≥ batch] int32, the row of k and v of each request. None: request b uses row b.
+        kv_start: [≥ batch] int32, tokens before it are invisible (left padding).
+        len_hint: Typical length in tokens, known to the host; may steer tile sizes, never results.
+
+    Raises:
+        TypeError, ValueError: dtype, rank, shape, stride or device, naming the argument.
+    """
+
+    def __init__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        seq_lens: Tensor,
+        *,
+        rows: Tensor | None = None,
+        kv_start: Tensor | None = None,
+        len_hint: int | None = None,
+    ) -> None:
+        _check_cache("k", k, 4)
+        _check_cache("v", v, 4)
+        _check_pair("k", k, "v", v)
+        checks.check_index_vector("seq_lens", seq_lens, k.device, "k")
+        self._hold(k, v, k.shape[2], rows, kv_start, len_hint)
+        self.seq_lens = seq_lens
+        self.addressing = Addressing(
+            kind=CONTIGUOUS,
+            page_size=1,
+            capacity=min(k.shape[1], INT32_MAX),
+            lens=seq_lens,
+            indptr=None,
+            table=None,
+            stride_table_row=0,
+            stride_k=k.stride()[:3],
+            stride_v=v.stride()[:3],
+        )
+
+
+class RaggedKV(KVView):
+    """The tokens of all requests one after another.
+
+    >>> k = torch.zeros(27, 2, 64)
+    >>> kv = RaggedKV(k, k.clone(), torch.tensor([0, 20, 27], dtype=torch.int32))
+    >>> kv.head_dim
+    64
+
+    Args:
+        k, v: [total_tokens, num_kv_heads, head_dim], any strides with the last 1; float16, bfloat16 or float32. The value
+            width may differ.
+        kv_indptr: [≥ batch + 1] int32, prefix sums of tokens per request. Clamped on the device to 0…total_tokens.
+        kv_start: [≥ batch] int32, tokens of a request before it are invisible.
+        len_hint: Typical length in tokens, known to the host; may steer tile sizes, never results.
+
+    Raises:
+        TypeError, ValueError: dtype, rank, shape, stride or device, naming the argument.
+    """
+
+    def __init__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        kv_indptr: Tensor,
+        *,
+        kv_start: Tensor | None = None,
+        len_hint: int | None = None,
+    ) -> None:
+        _check_cache("k", k, 3)
+        _check_cache("v", v, 3)
+        _check_pair("k", k, "v", v)
+        checks.check_index_vector("kv_indptr", kv_indptr, k.device, "k", least=1)
+        self._hold(k, v, k.shape[1], None, kv_start, len_hint)
+        self.kv_indptr = kv_indptr
+        self.addressing = Addressing(
+            kind=RAGGED,
+            page_size=1,
+            capacity=min(k.shape[0], INT32_MAX),
+            lens=None,
+            indptr=kv_indptr,
+            table=None,
+            stride_table_row=0,
+            stride_k=(0, *k.stride()[:2]),
+            stride_v=(0, *v.stride()[:2]),
+        )

@@ -1,0 +1,238 @@
+"""The oracle: what decode, merge and append compute, in plain PyTorch and einops, one request at a time.
+
+Imports nothing of the package and calls no kernel. Everything else is measured against it. `dtype=torch.float64` computes
+in float64 and returns that; without it everything is computed in float32 and the output rounded to the dtype of q.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from einops import einsum, rearrange
+from torch import Tensor
+
+
+def request_range(kv: Any, b: int) -> tuple[int, int]:
+    """(first visible token, number of tokens) of request b, clamped to what the view can hold."""
+    if hasattr(kv, "kv_indptr"):
+        first, last = _pool_range(kv.kv_indptr, b, kv.k.shape[0])
+        seq_len = last - first
+    elif hasattr(kv, "page_indptr"):
+        first, last = _pool_range(kv.page_indptr, b, kv.page_indices.shape[0])
+        tail = min(max(int(kv.last_page_len[b]), 0), kv.page_size)
+        seq_len = (last - first - 1) * kv.page_size + tail if last > first else 0
+    else:
+        capacity = kv.page_table.shape[1] * kv.page_size if hasattr(kv, "page_table") else kv.k.shape[1]
+        seq_len = min(max(int(kv.seq_lens[b]), 0), capacity)
+    start = 0 if kv.kv_start is None else min(max(int(kv.kv_start[b]), 0), seq_len)
+    return start, seq_len
+
+
+def _pool_range(indptr: Tensor, b: int, capacity: int) -> tuple[int, int]:
+    first = min(max(int(indptr[b]), 0), capacity)
+    return first, min(max(int(indptr[b + 1]), first), capacity)
+
+
+def gather(kv: Any, b: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """K [tokens, num_kv_heads, head_dim] and V [tokens, num_kv_heads, head_dim_v] of request b at these token indices.
+
+    Only these tokens are touched, so that nothing invisible can enter a result.
+    """
+    row = b if kv.rows is None else int(kv.rows[b])
+    if hasattr(kv, "kv_indptr"):
+        first, _ = _pool_range(kv.kv_indptr, b, kv.k.shape[0])
+        return kv.k[first + tokens], kv.v[first + tokens]
+    if not hasattr(kv, "page_size"):
+        return kv.k[row, tokens], kv.v[row, tokens]
+    if hasattr(kv, "page_indptr"):
+        first, _ = _pool_range(kv.page_indptr, b, kv.page_indices.shape[0])
+        pages = kv.page_indices[first + tokens // kv.page_size].long()
+    else:
+        pages = kv.page_table[row, tokens // kv.page_size].long()
+    offsets = tokens % kv.page_size
+    if kv.layout == "HND":
+        return kv.k[pages, :, offsets], kv.v[pages, :, offsets]
+    return kv.k[pages, offsets], kv.v[pages, offsets]
+
+
+def visible(
+    q_len: int,
+    start: int,
+    seq_len: int,
+    *,
+    causal: bool = True,
+    window_left: int | None = None,
+    tree_mask: Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """[q_len, seq_len] bool: which keys each query token sees.
+
+    Args:
+        q_len, seq_len: Query tokens and keys; query token i stands at position seq_len - q_len + i.
+        start: Keys before it are invisible.
+        causal, window_left: As for `splitkv.decode`.
+        tree_mask: [≥ q_len, words] int32 of this request, as for `splitkv.decode`.
+        device: Of the result.
+    """
+    position = (seq_len - q_len + torch.arange(q_len, device=device))[:, None]
+    key = torch.arange(seq_len, device=device)[None, :]
+    sees = (key >= start).expand(q_len, seq_len).clone()
+    if tree_mask is not None:
+        draft = (key - (seq_len - q_len)).clamp(min=0)
+        words = tree_mask[:q_len].long()[:, (draft // 32)[0]]
+        sees &= (key < seq_len - q_len) | ((words >> (draft % 32)) & 1).bool()
+    elif causal:
+        sees &= key <= position
+    if window_left is not None:
+        sees &= key >= position - window_left
+    return sees
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sees: Tensor,
+    *,
+    sm_scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    positions: Tensor | None = None,
+    keys: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one request in the dtype of its inputs.
+
+    Order of the rules: dot, sm_scale, softcap, ALiBi, mask, softmax; the sink joins the denominator last.
+
+    Args:
+        q: [q_len, num_q_heads, head_dim].
+        k, v: [tokens, num_kv_heads, head_dim or head_dim_v].
+        sees: [q_len, tokens] bool.
+        sm_scale, softcap, sinks, alibi_slopes: As for `splitkv.decode`.
+        positions, keys: [q_len] and [tokens] token indices, for ALiBi.
+
+    Returns:
+        out [q_len, num_q_heads, head_dim_v], lse [q_len, num_q_heads] (natural log, without the sink); 0 and -inf where
+        nothing is seen.
+    """
+    num_kv_heads = k.shape[1]
+    grouped = rearrange(q, "q (h g) d -> q h g d", h=num_kv_heads)
+    scores = einsum(grouped, k, "q h g d, n h d -> q h g n") * sm_scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        assert positions is not None and keys is not None
+        distance = (positions[:, None] - keys[None, :]).abs().to(scores.dtype)
+        slopes = rearrange(alibi_slopes.to(scores.dtype), "(h g) -> h g", h=num_kv_heads)
+        scores = scores - einsum(slopes, distance, "h g, q n -> q h g n")
+    scores = scores.masked_fill(~rearrange(sees, "q n -> q 1 1 n"), -math.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    top = torch.where(lse == -math.inf, torch.zeros_like(lse), lse)
+    weights = torch.exp(scores - top[..., None])
+    if sinks is not None:
+        sink = rearrange(sinks.to(scores.dtype), "(h g) -> h g", h=num_kv_heads)
+        weights = weights / (1 + torch.exp(sink - top))[..., None]
+    out = einsum(weights, v, "q h g n, n h d -> q h g d")
+    return rearrange(out, "q h g d -> q (h g) d"), rearrange(lse, "q h g -> q (h g)")
+
+
+def decode_with_lse(
+    q: Tensor,
+    kv: Any,
+    workspace: Any = None,
+    *,
+    qo_indptr: Tensor | None = None,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    window_left: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    num_splits: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`splitkv.decode_with_lse` in plain PyTorch: the same arguments, and no limits.
+
+    workspace and num_splits, which never change what is computed, are taken so that calls can be exchanged.
+
+    Args:
+        dtype: Compute in this dtype and return out and lse in it; None: compute in float32, return out like q, lse float32.
+    """
+    compute = dtype or torch.float32
+    if qo_indptr is not None:
+        bounds = [min(max(int(i), 0), q.shape[0]) for i in qo_indptr]
+        ranges = [(first, max(first, last)) for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+        flat = q
+    else:
+        q_len = 1 if q.dim() == 3 else q.shape[1]
+        ranges = [(b * q_len, (b + 1) * q_len) for b in range(q.shape[0])]
+        flat = q.reshape(-1, *q.shape[-2:])
+    sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    out = torch.zeros(*flat.shape[:2], kv.v.shape[-1], dtype=compute, device=q.device)
+    lse = torch.full(flat.shape[:2], -math.inf, dtype=compute, device=q.device)
+    for b, (first, last) in enumerate(ranges):
+        if last == first:
+            continue
+        start, seq_len = request_range(kv, b)
+        sees = visible(
+            last - first,
+            start,
+            seq_len,
+            causal=causal,
+            window_left=window_left,
+            tree_mask=None if tree_mask is None else tree_mask[b],
+            device=q.device,
+        )
+        # Only keys that some row sees are read at all.
+        keys = sees.any(dim=0).nonzero()[:, 0]
+        if keys.numel() == 0:
+            continue
+        k, v = gather(kv, b, keys)
+        out[first:last], lse[first:last] = attend(
+            flat[first:last].to(compute),
+            k.to(compute),
+            v.to(compute),
+            sees[:, keys],
+            sm_scale=sm_scale,
+            softcap=softcap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            positions=seq_len - (last - first) + torch.arange(last - first, device=q.device),
+            keys=keys,
+        )
+    out = out.reshape(*q.shape[:-1], out.shape[-1])
+    lse = lse.reshape(q.shape[:-1])
+    return (out, lse) if dtype is not None else (out.to(q.dtype), lse)
+
+
+def decode(q: Tensor, kv: Any, workspace: Any = None, **rules: Any) -> Tensor:
+    """`splitkv.decode` in plain PyTorch. Arguments as for `decode_with_lse`."""
+    return decode_with_lse(q, kv, workspace, **rules)[0]
+
+
+def merge(
+    outs: Tensor, lses: Tensor, *, sinks: Tensor | None = None, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """`splitkv.merge` in plain PyTorch.
+
+    Args:
+        outs: [n, …, head_dim_v].
+        lses: [n, …], natural log.
+        sinks: [heads], where the last dimension of lses is heads.
+        dtype: Compute in this dtype and return it; None: compute in float32, return out like outs, lse float32.
+    """
+    compute = dtype or torch.float32
+    partial, weights = outs.to(compute), lses.to(compute)
+    lse = torch.logsumexp(weights, dim=0)
+    top = torch.where(lse == -math.inf, torch.zeros_like(lse), lse)
+    weight = torch.exp(weights - top)
+    partial = torch.where((weight > 0)[..., None], partial, torch.zeros_like(partial))
+    out = einsum(weight, partial, "n ..., n ... d -> ... d")
+    if sinks is not None:
+        out = out / (1 + torch.exp(sinks.to(compute) - top))[..., None]
+        out = torch.where((lse == -math.inf)[..., None], torch.zeros_like(out), out)
+    return (out, lse) if dtype is not None else (out.to(outs.dtype), lse)

@@ -1,0 +1,126 @@
+"""Tile sizes by GPU, dtype and widths. Pure: reads no device and times nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from splitkv.config import cdiv, next_power_of_2
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the choice of tiles depends on of a device.
+
+    Attributes:
+        arch: "cuda:90", "hip:gfx942", or "cpu" for Triton's interpreter.
+        num_sms: Streaming multiprocessors (compute units).
+        shared_memory: Bytes of shared memory that one program may take.
+        registers: 32-bit registers of one multiprocessor.
+        sm_shared_memory: Bytes of shared memory of one multiprocessor.
+    """
+
+    arch: str
+    num_sms: int
+    shared_memory: int
+    registers: int = 65536
+    sm_shared_memory: int = 0
+
+    @classmethod
+    def of(cls, device: torch.device) -> Target:
+        """The target that a torch device is."""
+        if device.type != "cuda":
+            # The interpreter runs programs one after another: a few, so that sequences are still cut.
+            return cls(arch="cpu", num_sms=4, shared_memory=1 << 30, sm_shared_memory=1 << 30)
+        props = torch.cuda.get_device_properties(device)
+        if torch.version.hip:
+            arch = "hip:" + props.gcnArchName.split(":")[0]
+            return cls(arch, props.multi_processor_count, 65536, sm_shared_memory=65536)
+        return cls(
+            arch=f"cuda:{props.major}{props.minor}",
+            num_sms=props.multi_processor_count,
+            shared_memory=props.shared_memory_per_block_optin,
+            registers=props.regs_per_multiprocessor,
+            sm_shared_memory=props.shared_memory_per_multiprocessor,
+        )
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a kernel is cut for a device.
+
+    Attributes:
+        block_n: Tokens per block of keys and values.
+        num_warps: Warps per program.
+        num_stages: Depth of the software pipeline.
+        programs_per_sm: Programs that are in flight on one multiprocessor.
+        min_chunk: Least tokens of a part, below which cutting costs more than it gains.
+    """
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    min_chunk: int
+
+
+def split_width(width: int) -> tuple[int, int]:
+    """A width as a block and a tail, both powers of two of at least 16 (no tail: 0), with the least padding.
+
+    >>> split_width(128), split_width(576), split_width(96), split_width(59)
+    ((128, 0), (512, 64), (64, 32), (64, 0))
+    """
+    whole = max(16, next_power_of_2(width))
+    if whole == width or whole <= 32:
+        return whole, 0
+    block = whole // 2
+    tail = max(16, next_power_of_2(width - block))
+    return (block, tail) if block + tail < whole else (whole, 0)
+
+
+def shared_bytes(rows: int, block_n: int, num_stages: int, head_dim: int, head_dim_v: int, itemsize: int) -> int:
+    """Upper estimate of the shared memory of one program: buffered keys and values, the query and the weights."""
+    width, width_v = sum(split_width(head_dim)), sum(split_width(head_dim_v))
+    buffers = max(num_stages, 1) * block_n * (width + width_v)
+    return itemsize * (buffers + rows * (width + block_n)) + 4 * rows * 16
+
+
+def choose(target: Target, dtype: torch.dtype, head_dim: int, head_dim_v: int, rows: int) -> Tiles:
+    """Tiles for a geometry on a target.
+
+    Args:
+        target: The device.
+        dtype: Of queries and caches.
+        head_dim, head_dim_v: Key and value width.
+        rows: Rows of a query tile.
+
+    Raises:
+        ValueError: nothing fits the shared memory of a program; names the widths and the limit.
+    """
+    if target.arch == "cpu":
+        return Tiles(block_n=32, num_warps=4, num_stages=1, programs_per_sm=4, min_chunk=16)
+    itemsize = dtype.itemsize
+    wide = max(sum(split_width(head_dim)), sum(split_width(head_dim_v)))
+    num_warps = 8 if rows * wide >= 64 * 256 else 4
+    first = 64 if itemsize == 2 else 32
+    for block_n, num_stages in ((first, 3), (first, 2), (first // 2, 3), (first // 2, 2), (16, 2), (16, 1)):
+        needed = shared_bytes(rows, block_n, num_stages, head_dim, head_dim_v, itemsize)
+        if needed <= target.shared_memory:
+            resident = max(1, min(2, target.sm_shared_memory // max(needed, 1)))
+            return Tiles(block_n, num_warps, num_stages, resident, min_chunk=block_n)
+    raise ValueError(
+        f"head_dim: expected widths whose tiles fit {target.shared_memory} bytes of shared memory on {target.arch}, "
+        f"given head_dim {head_dim}, head_dim_v {head_dim_v} with {rows} rows of {dtype} ({needed} bytes)"
+    )
+
+
+def program_budget(target: Target, tiles: Tiles, q_tiles: int, num_kv_heads: int) -> int:
+    """Units (parts of tiles, for all heads) that a balanced launch may use: at least one per tile.
+
+    One wave of resident programs where the tiles are few. Where they are many, several waves, so that a long sequence can
+    be cut although every short one takes a program of its own.
+    """
+    resident = target.num_sms * tiles.programs_per_sm
+    wave = max(1, resident // num_kv_heads)
+    return wave if 2 * q_tiles <= wave else max(q_tiles, cdiv(3 * resident, num_kv_heads))

@@ -1,0 +1,122 @@
+"""The caller-owned scratch of decode."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from splitkv import checks
+from splitkv.config import ALIGNMENT, Section, WorkspaceConfig
+
+
+def carve(buffer: Tensor, sections: tuple[Section, ...]) -> dict[str, Tensor]:
+    """Views of a uint8 buffer, one per section, as plain tensors also where the buffer was made in inference mode.
+
+    Raises:
+        TypeError, ValueError: wrong dtype or rank, an unaligned start, or fewer bytes than the sections need; the message
+            then names the bytes needed and given, and the first section that no longer fits.
+    """
+    buffer = checks.check_tensor("buffer", buffer)
+    checks.check_dtype("buffer", buffer, torch.uint8)
+    checks.check_rank("buffer", buffer, 1)
+    checks.check_last_stride("buffer", buffer)
+    needed, given = sections[-1].end, buffer.numel()
+    if given < needed:
+        first = next(section for section in sections if section.end > given)
+        raise ValueError(
+            f"buffer: expected at least {needed} bytes, given {given}: section {first.name} "
+            f"{checks.shape_text(first.shape)} ends at byte {first.end}"
+        )
+    if buffer.data_ptr() % ALIGNMENT:
+        raise ValueError(
+            f"buffer: expected a start aligned to {ALIGNMENT} bytes, given address {buffer.data_ptr():#x} "
+            f"({buffer.data_ptr() % ALIGNMENT} past a multiple)"
+        )
+    # Elements are counted from the storage's own start, so that must be aligned to the widest of them too.
+    if buffer.untyped_storage().data_ptr() % 4:
+        raise ValueError("buffer: expected a storage aligned to 4 bytes, given a view into a less aligned one")
+    views = {}
+    with torch.inference_mode(False):
+        storage, start = buffer.untyped_storage(), buffer.storage_offset()
+        for section in sections:
+            # set_ on a fresh tensor: a view made by slicing would stay an inference tensor where the buffer is one.
+            view = torch.empty(0, dtype=section.dtype, device=buffer.device)
+            stride, strides = 1, []
+            for size in reversed(section.shape):
+                strides.append(stride)
+                stride *= size
+            views[section.name] = view.set_(
+                storage, (start + section.offset) // section.dtype.itemsize, section.shape, tuple(reversed(strides))
+            )
+    return views
+
+
+class Workspace:
+    """Scratch tensors of decode: sized once from a config, arbitrary on entry, at fixed addresses, never growing.
+
+    Use one workspace from one stream at a time; all layers of a model share it.
+
+    >>> config = WorkspaceConfig(max_batch_size=2, num_q_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16)
+    >>> workspace = Workspace.allocate(config, device="cpu")
+    >>> workspace.out.shape, workspace.partial_out.shape
+    (torch.Size([2, 4, 64]), torch.Size([2048, 16, 64]))
+
+    Attributes:
+        config: The `WorkspaceConfig`.
+        partial_out: [max_splits, q_tile_rows, head_dim_v] float32, one part's normalised output per row.
+        partial_lse: [max_splits, q_tile_rows] float32, natural log.
+        out: [max_total_q, num_q_heads, head_dim_v] of the config's dtype.
+        lse: [max_total_q, num_q_heads] float32, natural log.
+        device: Where they live.
+    """
+
+    partial_out: Tensor
+    partial_lse: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def __init__(self, config: WorkspaceConfig, buffer: Tensor) -> None:
+        """Use `allocate` or `from_buffer`."""
+        if not isinstance(config, WorkspaceConfig):
+            raise TypeError(f"config: expected a WorkspaceConfig, given {type(config).__name__}")
+        self.config = config
+        for name, view in carve(buffer, config.sections()).items():
+            setattr(self, name, view)
+        self.device = buffer.device
+
+    @classmethod
+    def allocate(cls, config: WorkspaceConfig, device: torch.device | str) -> Workspace:
+        """Make the buffers in one allocation of `config.nbytes` bytes.
+
+        Call it before the KV cache takes the rest of the memory.
+        """
+        if not isinstance(config, WorkspaceConfig):
+            raise TypeError(f"config: expected a WorkspaceConfig, given {type(config).__name__}")
+        return cls(config, aligned_bytes(config.nbytes, device))
+
+    @classmethod
+    def from_buffer(cls, config: WorkspaceConfig, buffer: Tensor) -> Workspace:
+        """Lay the buffers over one caller-supplied tensor.
+
+        Args:
+            config: The capacity.
+            buffer: [≥ config.nbytes] uint8, contiguous, its start aligned to 256 bytes. Its content is irrelevant.
+
+        Raises:
+            TypeError, ValueError: dtype, rank, alignment, or size, naming the bytes needed and given.
+        """
+        return cls(config, buffer)
+
+
+def aligned_bytes(nbytes: int, device: torch.device | str) -> Tensor:
+    """[nbytes] uint8 whose start is aligned to 256 bytes, a plain tensor also in inference mode.
+
+    The CPU allocator aligns to 64 bytes only: where that is not enough, a little more is taken and the start moved.
+    """
+    with torch.inference_mode(False):
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if buffer.data_ptr() % ALIGNMENT:
+            buffer = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
+            shift = -buffer.data_ptr() % ALIGNMENT
+            buffer = buffer[shift : shift + nbytes]
+        return buffer
