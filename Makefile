@@ -1,0 +1,85 @@
+# Each target does its own set-up; a machine needs Python 3.10 or newer (with venv) and make.
+#
+#   make demo     the main job, shown on this machine
+#   make test     everything that CI checks but the oldest Triton
+#
+# On a GPU machine whose Python has torch, triton and einops already, nothing need be installed:
+#   make demo VENV= PYTHON=python3
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+TRITON ?= triton
+JOBS   ?= $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))")
+PYTEST_ARGS ?=
+
+OLDEST_TRITON ?= triton==3.6.0
+OLDEST_VENV   ?= $(or $(VENV),.venv)-oldest
+
+PY    := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
+READY := $(if $(VENV),$(VENV)/.ready)
+PIP   := $(PY) -m pip install --disable-pip-version-check
+
+# Without an environment of its own the package runs from this tree.
+ifeq ($(VENV),)
+export PYTHONPATH := $(CURDIR)
+endif
+
+.PHONY: setup demo test lint types unit test-gpu test-oldest check format notebooks bench clean
+
+demo: setup
+	$(PY) -m splitkv demo
+
+test: lint types unit
+
+lint: setup
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+
+types: setup
+	$(PY) -m mypy
+
+# Tests marked gpu skip without one. Compile checks and notebooks are among the tests.
+unit: setup
+	$(PY) -m pytest -n $(JOBS) --timeout 600 $(PYTEST_ARGS)
+
+# One process: the GPU is not shared, and a failing kernel takes no other test with it unseen.
+test-gpu: setup
+	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
+
+test-oldest:
+	$(MAKE) unit VENV=$(OLDEST_VENV) TRITON="$(OLDEST_TRITON)" PYTEST_ARGS='-m "not slow and not gpu"'
+
+check: test test-oldest
+
+format: setup
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+# Runs every notebook and keeps its outputs; the tests run them without touching the files.
+notebooks: setup
+	$(PY) tests/test_notebooks.py
+
+bench: setup
+	$(PY) -m splitkv bench
+
+clean:
+	rm -rf .venv .venv-oldest build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+setup: $(READY)
+
+# torch comes first and on its own: left to the resolver, a newer one may bring gigabytes of CUDA libraries. Where
+# $(PYTHON) itself has a torch that sees a GPU, the environment is laid over it and keeps it.
+SEES_GPU := import torch, triton; raise SystemExit(not torch.cuda.is_available())
+TOO_OLD  := import sys; sys.exit("splitkv needs Python 3.10 or newer: make PYTHON=..." if sys.version_info < (3, 10) else 0)
+
+ifneq ($(VENV),)
+$(READY): pyproject.toml
+	@$(PYTHON) -c '$(TOO_OLD)'
+	@echo "Setting up $(VENV): once, some minutes."
+	$(PYTHON) -m venv $$($(PYTHON) -c '$(SEES_GPU)' 2>/dev/null && echo --system-site-packages) $(VENV)
+	$(PY) -c "import torch, triton" 2>/dev/null || $(PIP) "$(TORCH)" "$(TRITON)"
+	$(PIP) --editable ".[dev]"
+	@touch $@
+endif

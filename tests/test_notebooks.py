@@ -1,0 +1,44 @@
+"""Every notebook runs from top to bottom, and is kept with the outputs of such a run.
+
+`make notebooks` runs this file as a script, which writes the outputs back.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+
+
+def run_notebook(path: Path) -> Any:
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    notebook = nbformat.read(path, as_version=4)
+    # Without the times of each cell, so that running a notebook again changes only what its outputs change.
+    client = nbclient.NotebookClient(
+        notebook, timeout=300, record_timing=False, resources={"metadata": {"path": str(path.parent)}}
+    )
+    return client.execute()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path: Path) -> None:
+    run_notebook(path)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_kept_as_one_clean_run_left_it(path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code" and cell.source]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
+
+
+if __name__ == "__main__":
+    import nbformat
+
+    for path in NOTEBOOKS:
+        print(f"running {path.name}", flush=True)
+        nbformat.write(run_notebook(path), path)
