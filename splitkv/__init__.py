@@ -4,8 +4,7 @@ A query token attends a long KV cache that is cut into splits; the partial resul
 buffer that a step needs is a tensor that the caller owns, sized once from a `WorkspaceConfig`.
 """
 
-from splitkv import _interpreter as _interpreter  # first: it decides how Triton runs before Triton is imported
-
+from splitkv import _interpreter as _interpreter  # isort: split # first: it decides how Triton runs
 from splitkv import reference
 from splitkv.api import decode, decode_with_lse, merge, supports
 from splitkv.config import Section, WorkspaceConfig
@@ -25,6 +24,5 @@ __all__ = [
     "decode_with_lse",
     "merge",
     "reference",
-
     "supports",
 ]

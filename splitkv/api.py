@@ -308,6 +308,7 @@ def plan_decode(
 
     where = kv.addressing
     has_window = window_left is not None
+    reach = min(window_left, MAX_SPAN) if window_left is not None else 0
     several = ragged or q_len > 1 or tree_mask is not None
     block_d, block_d_tail = tile_sizes.split_width(head_dim)
     block_dv, block_dv_tail = tile_sizes.split_width(head_dim_v)
@@ -327,7 +328,7 @@ def plan_decode(
         q_len=max(q_len, 1),
         total_q=total_q,
         capacity=where.capacity,
-        window_left=min(window_left, MAX_SPAN) if has_window else 0,
+        window_left=reach,
         budget=units,
         slots=slots // num_kv_heads,
         stride_out_batch=out_strides[0],

@@ -45,8 +45,8 @@ class Addressing:
     indptr: Tensor | None
     table: Tensor | None
     stride_table_row: int
-    stride_k: tuple[int, int, int]
-    stride_v: tuple[int, int, int]
+    stride_k: tuple[int, ...]
+    stride_v: tuple[int, ...]
 
 
 def _check_cache(name: str, cache: object, rank: int) -> Tensor:
@@ -263,7 +263,7 @@ class PagedKV(KVView):
         self.page_size = k_cache.shape[tokens]
         self._hold(k_cache, v_cache, k_cache.shape[heads], rows, kv_start, len_hint)
 
-    def _page_strides(self, cache: Tensor) -> tuple[int, int, int]:
+    def _page_strides(self, cache: Tensor) -> tuple[int, ...]:
         page, second, third, _ = cache.stride()
         return (page, second, third) if self.layout == "NHD" else (page, third, second)
 

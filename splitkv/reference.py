@@ -7,6 +7,7 @@ in float64 and returns that; without it everything is computed in float32 and th
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -165,7 +166,7 @@ def decode_with_lse(
     compute = dtype or torch.float32
     if qo_indptr is not None:
         bounds = [min(max(int(i), 0), q.shape[0]) for i in qo_indptr]
-        ranges = [(first, max(first, last)) for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+        ranges = [(first, max(first, last)) for first, last in pairwise(bounds)]
         flat = q
     else:
         q_len = 1 if q.dim() == 3 else q.shape[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ class Target:
         if device.type != "cuda":
             # The interpreter runs programs one after another: a few, so that sequences are still cut.
             return cls(arch="cpu", num_sms=4, shared_memory=1 << 30, sm_shared_memory=1 << 30)
-        props = torch.cuda.get_device_properties(device)
+        props: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks some of its fields
         if torch.version.hip:
             arch = "hip:" + props.gcnArchName.split(":")[0]
             return cls(arch, props.multi_processor_count, 65536, sm_shared_memory=65536)

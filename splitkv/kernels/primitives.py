@@ -29,7 +29,9 @@ def clamp(x, low, high):
 
 
 @triton.jit
-def load_kv_range(b, live, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE: tl.constexpr, KV_KIND: tl.constexpr):
+def load_kv_range(
+    b, live, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE: tl.constexpr, KV_KIND: tl.constexpr
+):
     """Where request b's keys begin to be visible, how many it has, and its first entry in the pool (RAGGED, CSR).
 
     b is a scalar or a vector; dead lanes have no keys. Lengths are data that the caller may overwrite at any time, so they
@@ -226,7 +228,9 @@ def fold_partials(
         lse = tl.load(lse_ptr + part * stride_lse_part, mask=live, other=float("-inf")).to(tl.float32) * LOG2E
         keyed = live & (lse > float("-inf"))
         rows = tl.load(
-            out_ptr + part[:, None] * stride_out_part + offs_d[None, :], mask=keyed[:, None] & d_mask[None, :], other=0.0
+            out_ptr + part[:, None] * stride_out_part + offs_d[None, :],
+            mask=keyed[:, None] & d_mask[None, :],
+            other=0.0,
         ).to(tl.float32)
         new_top = tl.maximum(top, tl.max(lse, 0))
         weight = tl.exp2(lse - finite_or_zero(new_top))

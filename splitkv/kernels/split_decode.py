@@ -94,33 +94,33 @@ def split_decode_kernel(
     sinks_ptr,
     alibi_ptr,
     tree_ptr,
-    batch: "i32",
-    q_len: "i32",
-    total_q: "i32",
-    capacity: "i32",
-    window_left: "i32",
-    budget: "i32",
-    slots: "i32",
-    sm_scale: "fp32",
-    softcap: "fp32",
-    stride_q_batch: "i64",
-    stride_q_token: "i64",
-    stride_q_head: "i64",
-    stride_out_batch: "i64",
-    stride_out_token: "i64",
-    stride_out_head: "i64",
-    stride_lse_batch: "i64",
-    stride_lse_token: "i64",
-    stride_lse_head: "i64",
-    stride_k_page: "i64",
-    stride_k_token: "i64",
-    stride_k_head: "i64",
-    stride_v_page: "i64",
-    stride_v_token: "i64",
-    stride_v_head: "i64",
-    stride_table_row: "i64",
-    stride_tree_batch: "i64",
-    stride_tree_row: "i64",
+    batch: tl.int32,
+    q_len: tl.int32,
+    total_q: tl.int32,
+    capacity: tl.int32,
+    window_left: tl.int32,
+    budget: tl.int32,
+    slots: tl.int32,
+    sm_scale: tl.float32,
+    softcap: tl.float32,
+    stride_q_batch: tl.int64,
+    stride_q_token: tl.int64,
+    stride_q_head: tl.int64,
+    stride_out_batch: tl.int64,
+    stride_out_token: tl.int64,
+    stride_out_head: tl.int64,
+    stride_lse_batch: tl.int64,
+    stride_lse_token: tl.int64,
+    stride_lse_head: tl.int64,
+    stride_k_page: tl.int64,
+    stride_k_token: tl.int64,
+    stride_k_head: tl.int64,
+    stride_v_page: tl.int64,
+    stride_v_token: tl.int64,
+    stride_v_head: tl.int64,
+    stride_table_row: tl.int64,
+    stride_tree_batch: tl.int64,
+    stride_tree_row: tl.int64,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -237,11 +237,15 @@ def split_decode_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     q_offset = (
-        b.to(tl.int64) * stride_q_batch + (q_first + token).to(tl.int64) * stride_q_token + head.to(tl.int64) * stride_q_head
+        b.to(tl.int64) * stride_q_batch
+        + (q_first + token).to(tl.int64) * stride_q_token
+        + head.to(tl.int64) * stride_q_head
     )
     q_offset = tl.multiple_of(q_offset, Q_VECTOR)
     q_ptr = tl.multiple_of(q_ptr, Q_VECTOR * q_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    q = tl.load(q_ptr + q_offset[:, None] + offs_d[None, :], mask=row_live[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+    q = tl.load(
+        q_ptr + q_offset[:, None] + offs_d[None, :], mask=row_live[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0
+    )
     if BLOCK_D_TAIL:
         offs_d_tail = BLOCK_D + tl.arange(0, BLOCK_D_TAIL)
         q_tail = tl.load(
@@ -311,7 +315,9 @@ def split_decode_kernel(
         v_offset = tl.multiple_of(v_offset, KV_VECTOR)
 
         k = tl.load(
-            k_base + k_offset[:, None] + offs_d[None, :], mask=in_part[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0
+            k_base + k_offset[:, None] + offs_d[None, :],
+            mask=in_part[:, None] & (offs_d < HEAD_DIM)[None, :],
+            other=0.0,
         )
         if WIDEN:
             k = k.to(tl.float32)
@@ -361,7 +367,9 @@ def split_decode_kernel(
         row_sum = row_sum * decay + tl.sum(probs, 1)
         row_max = new_max
         v = tl.load(
-            v_base + v_offset[:, None] + offs_dv[None, :], mask=in_part[:, None] & (offs_dv < HEAD_DIM_V)[None, :], other=0.0
+            v_base + v_offset[:, None] + offs_dv[None, :],
+            mask=in_part[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
+            other=0.0,
         )
         weights = probs.to(v.dtype)
         if WIDEN:
