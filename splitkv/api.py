@@ -30,9 +30,10 @@ class Launch:
     operands: dict[str, Any]
     constants: dict[str, Any]
     num_warps: int
+    dependent: bool = False
 
     def run(self, device: torch.device) -> None:
-        launch(self.kernel, self.grid, device, self.operands, self.constants, self.num_warps)
+        launch(self.kernel, self.grid, device, self.operands, self.constants, self.num_warps, self.dependent)
 
 
 @dataclass(frozen=True)
@@ -292,6 +293,8 @@ def plan_decode(
     slots = min(workspace.partial_out.numel() // (rows * head_dim_v), workspace.partial_lse.numel() // rows)
     target = tile_sizes.Target.of(workspace.device)
     tiles = tile_sizes.choose(target, config.dtype, head_dim, head_dim_v, rows)
+    resident, waves = target.num_sms * tiles.programs_per_sm, 0
+    dependent = target.arch.startswith("cuda:") and int(target.arch[5:]) >= 90
     if num_splits is not None or config.split_tokens is not None:
         schedule = FIXED_TOKENS if num_splits is None else FIXED_PARTS
         parts = config.max_parts if num_splits is None else num_splits
@@ -304,7 +307,8 @@ def plan_decode(
             )
     else:
         schedule, parts = BALANCED, 0
-        units = tile_sizes.program_budget(target, tiles, q_tiles, num_kv_heads)
+        waves = tile_sizes.max_waves(resident, q_tiles, num_kv_heads)
+        units = tile_sizes.program_units(resident, q_tiles, num_kv_heads, waves)
 
     where = kv.addressing
     has_window = window_left is not None
@@ -329,7 +333,7 @@ def plan_decode(
         total_q=total_q,
         capacity=where.capacity,
         window_left=reach,
-        budget=units,
+        resident=resident,
         slots=slots // num_kv_heads,
         stride_out_batch=out_strides[0],
         stride_out_token=out_strides[1],
@@ -347,7 +351,10 @@ def plan_decode(
         SCHEDULE=schedule,
         SPLIT_TOKENS=(config.split_tokens or 0) if schedule == FIXED_TOKENS else 0,
         PARTS=parts,
+        MAX_WAVES=waves,
+        WAVE_COST=tiles.wave_cost,
         MIN_CHUNK=tiles.min_chunk,
+        DEPENDENT_LAUNCH=dependent,
         HAS_WINDOW=has_window,
         HAS_LSE=lse is not None,
         BLOCK_B=32 if batch <= 32 else 256,
@@ -397,6 +404,7 @@ def plan_decode(
             **shared_constants,
         ),
         num_warps=tiles.num_warps,
+        dependent=dependent,
     )
     launches = [split] if q_tiles else []
     # Nothing is left to merge where every tile has one part by construction; rows past qo_indptr[-1] are the merge's.
@@ -411,6 +419,7 @@ def plan_decode(
                     RIGHT_BOUND=causal and tree_mask is None, BLOCK_P=16, BLOCK_DV=block, **shared_constants
                 ),
                 num_warps=1,
+                dependent=dependent,
             )
         )
     return Plan(device=workspace.device, out=out, lse=lse, launches=tuple(launches))

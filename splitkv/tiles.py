@@ -57,6 +57,7 @@ class Tiles:
         num_stages: Depth of the software pipeline.
         programs_per_sm: Programs that are in flight on one multiprocessor.
         min_chunk: Least tokens of a part, below which cutting costs more than it gains.
+        wave_cost: What starting a wave of programs costs, in tokens that a program could attend meanwhile.
     """
 
     block_n: int
@@ -64,6 +65,7 @@ class Tiles:
     num_stages: int
     programs_per_sm: int
     min_chunk: int
+    wave_cost: int = 64
 
 
 def split_width(width: int) -> tuple[int, int]:
@@ -116,12 +118,17 @@ def choose(target: Target, dtype: torch.dtype, head_dim: int, head_dim_v: int, r
     )
 
 
-def program_budget(target: Target, tiles: Tiles, q_tiles: int, num_kv_heads: int) -> int:
-    """Units (parts of tiles, for all heads) that a balanced launch may use: at least one per tile.
+def max_waves(resident: int, q_tiles: int, num_kv_heads: int) -> int:
+    """How many waves more than the tiles need a balanced launch may choose from on the device.
 
-    One wave of resident programs where the tiles are few. Where they are many, several waves, so that a long sequence can
-    be cut although every short one takes a program of its own.
+    Few tiles can always be cut evenly enough in one wave: 8 t tiles at most lose 1 / t of it to their last parts. The
+    programs of waves that are not used cost a little, so no more are offered than can pay.
     """
-    resident = target.num_sms * tiles.programs_per_sm
-    wave = max(1, resident // num_kv_heads)
-    return wave if 2 * q_tiles <= wave else max(q_tiles, cdiv(3 * resident, num_kv_heads))
+    occupied = q_tiles * num_kv_heads
+    return 1 if 8 * occupied <= resident else 2 if 4 * occupied <= resident else 4
+
+
+def program_units(resident: int, q_tiles: int, num_kv_heads: int, waves: int) -> int:
+    """Units (parts of tiles, for all heads) that a balanced launch of `waves` more waves starts: one per tile at least."""
+    least = cdiv(max(q_tiles, 1) * num_kv_heads, resident)
+    return max(q_tiles, (least + waves - 1) * resident // num_kv_heads)

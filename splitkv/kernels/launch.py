@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ def launch(
     operands: Mapping[str, Any],
     constants: Mapping[str, Any],
     num_warps: int,
+    dependent: bool = False,
 ) -> None:
     """Enqueue `kernel` on the current stream of `device`, whatever device is current; does nothing for an empty grid.
 
@@ -26,16 +28,26 @@ def launch(
         operands: Tensors (or None), integers and floats by parameter name.
         constants: Compile-time constants by parameter name.
         num_warps: Warps per program.
+        dependent: Start the kernel while the one before it ends (programmatic dependent launch, sm_90 and newer). The
+            kernel itself then waits for the other's memory.
     """
     if 0 in grid:
         return
     with torch.cuda.device(device) if device.type == "cuda" else _quiet_numpy():
         # Fusing a multiply and an add is what every hand-written kernel does; Triton wants it said.
-        kernel[grid](**operands, **constants, num_warps=num_warps, enable_fp_fusion=True)
+        options = {"launch_pdl": True} if dependent else {}
+        kernel[grid](**operands, **constants, num_warps=num_warps, enable_fp_fusion=True, **options)
 
 
-def _quiet_numpy() -> AbstractContextManager[object]:
-    """No NumPy warnings from the interpreter: masked lanes compute numbers that nobody reads, as they do on a GPU."""
+@contextmanager
+def _quiet_numpy() -> Iterator[None]:
+    """No NumPy warnings from the interpreter.
+
+    Masked lanes compute numbers that nobody reads, as they do on a GPU, and Triton 3.6 turns one-element arrays into
+    integers in a way that NumPy calls deprecated.
+    """
     import numpy
 
-    return numpy.errstate(all="ignore")
+    with numpy.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from splitkv.kernels.primitives import (
     BALANCED,
@@ -30,7 +31,7 @@ def merge_splits_kernel(
     total_q: tl.int32,
     capacity: tl.int32,
     window_left: tl.int32,
-    budget: tl.int32,
+    resident: tl.int32,
     slots: tl.int32,
     stride_out_batch: tl.int64,
     stride_out_token: tl.int64,
@@ -46,7 +47,10 @@ def merge_splits_kernel(
     SCHEDULE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
+    MAX_WAVES: tl.constexpr,
+    WAVE_COST: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     RIGHT_BOUND: tl.constexpr,
     HAS_LSE: tl.constexpr,
@@ -62,6 +66,8 @@ def merge_splits_kernel(
     Reads:  partial_out [slots, BLOCK_M, HEAD_DIM_V] fp32, partial_lse [slots, BLOCK_M] fp32, lengths
     Writes: out, lse
     """
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
     row_token = tl.program_id(0)
     head = tl.program_id(1)
     offs_d = tl.program_id(2) * BLOCK_DV + tl.arange(0, BLOCK_DV)
@@ -76,6 +82,8 @@ def merge_splits_kernel(
         out_row = row_token.to(tl.int64) * stride_out_token + head.to(tl.int64) * stride_out_head
         lse_row = row_token.to(tl.int64) * stride_lse_token + head.to(tl.int64) * stride_lse_head
         if b >= batch:
+            if DEPENDENT_LAUNCH:
+                gdc_wait()
             tl.store(out_ptr + out_row + offs_d, tl.zeros([BLOCK_DV], out_ptr.dtype.element_ty), mask=d_mask)
             if HAS_LSE:
                 tl.store(lse_ptr + lse_row, float("-inf"))
@@ -97,8 +105,9 @@ def merge_splits_kernel(
     chunk = 1
     if SCHEDULE == BALANCED:
         chunk = balanced_chunk(
-            batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, budget, slots,
-            PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, MIN_CHUNK, BLOCK_B,
+            batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, resident, slots,
+            NUM_KV_HEADS, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, MAX_WAVES, WAVE_COST,
+            MIN_CHUNK, BLOCK_B,
         )  # fmt: skip
     tiles, span = request_work(
         b, True, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
@@ -106,6 +115,9 @@ def merge_splits_kernel(
     )  # fmt: skip
     _, seq_len, _ = load_kv_range(b, True, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE, KV_KIND)
     parts = parts_of(tiles, span, seq_len, chunk, SCHEDULE, SPLIT_TOKENS, PARTS)
+    if DEPENDENT_LAUNCH:
+        # Lengths were final before split_decode_kernel began; partials are there once it has ended.
+        gdc_wait()
     if parts == 1:
         return
     first_slot = 0

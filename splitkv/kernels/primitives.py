@@ -19,6 +19,10 @@ BALANCED: tl.constexpr = tl.constexpr(0)
 FIXED_PARTS: tl.constexpr = tl.constexpr(1)
 FIXED_TOKENS: tl.constexpr = tl.constexpr(2)
 
+# The balanced schedule counts in grains of 8 tokens: 32-bit integers, whose divisions are fast, then hold the work of any
+# batch that is worth cutting (4·10⁹ tokens times tiles; more is left uncut).
+GRAIN: tl.constexpr = tl.constexpr(8)
+
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -100,23 +104,57 @@ def request_work(
 
 
 @triton.jit
-def chunk_tokens(tiles, work, longest, budget, slots, MIN_CHUNK: tl.constexpr):
-    """Tokens per part, so that all parts fit into `budget` units and those of cut tiles into `slots` partials.
+def safe_chunk(tiles, work, longest, budget, slots):
+    """Length of parts so that all parts fit into `budget` units and those of cut tiles into `slots` partials.
 
-    A tile with s tokens takes max(1, ceil(s / chunk)) parts. Two chunks are safe by construction, whatever the lengths:
-    with ceil(work / (budget - tiles)) each tile adds at most one part to an even share; with
+    A tile of length s takes max(1, ceil(s / chunk)) parts. Two chunks are safe by construction, whatever the lengths: with
+    ceil(work / (budget - tiles)) each tile adds at most one part to an even share; with
     ceil(longest / (budget // tiles)) no tile takes more than budget // tiles. The first suits uneven lengths, the second
-    even ones. A tile that is cut at all takes at most 2 s / chunk parts, which bounds the slots.
+    even ones. A tile that is cut at all takes at most 2 s / chunk parts, which bounds the slots. A longer chunk than a
+    safe one is safe.
+    """
+    spare = budget - tiles
+    each = budget // tiles
+    uneven = tl.where(spare > 0, tl.cdiv(work, tl.maximum(spare, 1)), longest)
+    even = tl.where(each > 0, tl.cdiv(longest, tl.maximum(each, 1)), longest)
+    chunk = tl.minimum(uneven, even)
+    if slots < budget:
+        chunk = tl.maximum(chunk, tl.cdiv(2 * work, tl.maximum(slots, 1)))
+    return tl.where(slots > 1, chunk, longest)
+
+
+@triton.jit
+def choose_chunk(
+    tiles,
+    work,
+    longest,
+    resident,
+    slots,
+    NUM_KV_HEADS: tl.constexpr,
+    MAX_WAVES: tl.constexpr,
+    WAVE_COST: tl.constexpr,
+    MIN_CHUNK: tl.constexpr,
+):
+    """Length of parts: the best of a few numbers of waves, by an estimate of when the last program ends.
+
+    Lengths are in grains here. `resident` programs run at a time, a wave. The candidates are the least number of whole
+    waves that has a program for every tile, and up to MAX_WAVES - 1 more. With parts of at most c, n waves end by n · c at
+    the latest, and by the even share plus c; starting a wave costs about WAVE_COST. Even lengths fit into few full waves;
+    beside many short requests a long one needs several, so that its parts are not longer than what runs beside them.
     """
     tiles = tl.maximum(tiles, 1)
-    spare = tl.maximum(budget - tiles, 0)
-    each = budget // tiles
-    uneven = tl.where(spare > 0, (work + spare - 1) // tl.maximum(spare, 1), longest)
-    even = tl.where(each > 0, (longest + each - 1) // tl.maximum(each, 1), longest)
-    chunk = tl.minimum(uneven, even)
-    by_slots = (2 * work + slots - 1) // tl.maximum(slots, 1)
-    chunk = tl.where(slots < budget, tl.maximum(chunk, by_slots), chunk)
-    return tl.maximum(tl.where(slots > 1, chunk, longest), MIN_CHUNK)
+    least = tl.cdiv(tiles * NUM_KV_HEADS, resident)
+    share = work // tl.maximum(resident // NUM_KV_HEADS, 1)
+    best = longest
+    best_cost = 0x7FFFFFFF
+    for extra in tl.static_range(MAX_WAVES):
+        waves = least + extra
+        chunk = safe_chunk(tiles, work, longest, waves * resident // NUM_KV_HEADS, slots)
+        chunk = tl.maximum(chunk, MIN_CHUNK)
+        cost = tl.minimum(waves * chunk, share + chunk) + waves * WAVE_COST
+        best = tl.where(cost < best_cost, chunk, best)
+        best_cost = tl.minimum(cost, best_cost)
+    return best
 
 
 @triton.jit
@@ -130,14 +168,17 @@ def balanced_chunk(
     q_len,
     total_q,
     window_left,
-    budget,
+    resident,
     slots,
+    NUM_KV_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     KV_KIND: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     RIGHT_BOUND: tl.constexpr,
+    MAX_WAVES: tl.constexpr,
+    WAVE_COST: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
@@ -151,18 +192,20 @@ def balanced_chunk(
             b, b < batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
             PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
         )  # fmt: skip
-        span = tl.where(tiles > 0, span, 0)
+        grains = tl.where(tiles > 0, tl.cdiv(span, GRAIN), 0)
         tiles_sum += tiles
-        work_sum += tiles.to(tl.int64) * span
-        longest = tl.maximum(longest, span)
-    return chunk_tokens(
-        tl.sum(tiles_sum, 0).to(tl.int64),
-        tl.sum(work_sum, 0),
-        tl.max(longest, 0).to(tl.int64),
-        budget.to(tl.int64),
-        slots.to(tl.int64),
-        MIN_CHUNK,
-    ).to(tl.int32)
+        work_sum += tiles.to(tl.int64) * grains
+        longest = tl.maximum(longest, grains)
+    tiles = tl.sum(tiles_sum, 0)
+    work = tl.sum(work_sum, 0)
+    longest_tile = tl.max(longest, 0)
+    chunk = longest_tile
+    if work < 1 << 29:
+        chunk = choose_chunk(
+            tiles, work.to(tl.int32), longest_tile, resident, slots,
+            NUM_KV_HEADS, MAX_WAVES, WAVE_COST // GRAIN, MIN_CHUNK // GRAIN,
+        )  # fmt: skip
+    return tl.maximum(chunk, 1) * GRAIN
 
 
 @triton.jit

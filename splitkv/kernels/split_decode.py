@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from splitkv.kernels.primitives import (
     BALANCED,
@@ -77,6 +78,17 @@ def find_unit(
 
 
 @triton.jit
+def row_pointers(base, row_offset, offs, VECTOR: tl.constexpr):
+    """Pointers [rows, columns] of which the host guarantees that every row starts at a multiple of VECTOR elements.
+
+    The hint sits on the pointers themselves. On an offset or a base it would be lost wherever the compiler folds the
+    operation that carries it (times a head that is always 0, plus a slot that is always 0), and with it the 16-byte copies.
+    """
+    pointers = base + row_offset[:, None] + offs[None, :]
+    return tl.multiple_of(pointers, [1, VECTOR * base.dtype.element_ty.primitive_bitwidth // 8])
+
+
+@triton.jit
 def split_decode_kernel(
     q_ptr,
     k_ptr,
@@ -99,7 +111,7 @@ def split_decode_kernel(
     total_q: tl.int32,
     capacity: tl.int32,
     window_left: tl.int32,
-    budget: tl.int32,
+    resident: tl.int32,
     slots: tl.int32,
     sm_scale: tl.float32,
     softcap: tl.float32,
@@ -130,7 +142,10 @@ def split_decode_kernel(
     SCHEDULE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
+    MAX_WAVES: tl.constexpr,
+    WAVE_COST: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
     MULTI_TOKEN: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -163,6 +178,11 @@ def split_decode_kernel(
     KV_VECTOR and Q_VECTOR are what the host guarantees of addresses, in elements; without it rows could not be copied
     16 bytes at a time. WIDEN computes products in float32, for Triton's interpreter, whose bfloat16 products are wrong.
     """
+    if DEPENDENT_LAUNCH:
+        # This kernel may be started while the one before it ends, and lets the merge be started while it runs itself:
+        # only the cost of starting overlaps, since each waits for the memory of the one before.
+        gdc_wait()
+        gdc_launch_dependents()
     pid = tl.program_id(0)
     kv_head = pid % NUM_KV_HEADS
     unit = pid // NUM_KV_HEADS
@@ -172,8 +192,9 @@ def split_decode_kernel(
     chunk = 1
     if SCHEDULE == BALANCED:
         chunk = balanced_chunk(
-            batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, budget, slots,
-            PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, MIN_CHUNK, BLOCK_B,
+            batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, resident, slots,
+            NUM_KV_HEADS, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, MAX_WAVES, WAVE_COST,
+            MIN_CHUNK, BLOCK_B,
         )  # fmt: skip
     if SCHEDULE == BALANCED or qo_indptr_ptr is not None:
         b, place, first_slot = find_unit(
@@ -241,15 +262,15 @@ def split_decode_kernel(
         + (q_first + token).to(tl.int64) * stride_q_token
         + head.to(tl.int64) * stride_q_head
     )
-    q_offset = tl.multiple_of(q_offset, Q_VECTOR)
-    q_ptr = tl.multiple_of(q_ptr, Q_VECTOR * q_ptr.dtype.element_ty.primitive_bitwidth // 8)
     q = tl.load(
-        q_ptr + q_offset[:, None] + offs_d[None, :], mask=row_live[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0
+        row_pointers(q_ptr, q_offset, offs_d, Q_VECTOR),
+        mask=row_live[:, None] & (offs_d < HEAD_DIM)[None, :],
+        other=0.0,
     )
     if BLOCK_D_TAIL:
         offs_d_tail = BLOCK_D + tl.arange(0, BLOCK_D_TAIL)
         q_tail = tl.load(
-            q_ptr + q_offset[:, None] + offs_d_tail[None, :],
+            row_pointers(q_ptr, q_offset, offs_d_tail, Q_VECTOR),
             mask=row_live[:, None] & (offs_d_tail < HEAD_DIM)[None, :],
             other=0.0,
         )
@@ -262,7 +283,6 @@ def split_decode_kernel(
 
     # Keys and values: where the request's tokens lie.
     offs_dv = tl.arange(0, BLOCK_DV)
-    kv_element_bytes: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth // 8
     head64 = kv_head.to(tl.int64)
     k_base = k_ptr + head64 * stride_k_head
     v_base = v_ptr + head64 * stride_v_head
@@ -281,8 +301,6 @@ def split_decode_kernel(
     else:
         k_base += pool_first.to(tl.int64) * stride_k_token
         v_base += pool_first.to(tl.int64) * stride_v_token
-    k_base = tl.multiple_of(k_base, KV_VECTOR * kv_element_bytes)
-    v_base = tl.multiple_of(v_base, KV_VECTOR * kv_element_bytes)
     BY_PAGE: tl.constexpr = KV_KIND == PAGED or KV_KIND == CSR
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -311,11 +329,9 @@ def split_decode_kernel(
         else:
             k_offset = key.to(tl.int64) * stride_k_token
             v_offset = key.to(tl.int64) * stride_v_token
-        k_offset = tl.multiple_of(k_offset, KV_VECTOR)
-        v_offset = tl.multiple_of(v_offset, KV_VECTOR)
 
         k = tl.load(
-            k_base + k_offset[:, None] + offs_d[None, :],
+            row_pointers(k_base, k_offset, offs_d, KV_VECTOR),
             mask=in_part[:, None] & (offs_d < HEAD_DIM)[None, :],
             other=0.0,
         )
@@ -324,7 +340,7 @@ def split_decode_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if BLOCK_D_TAIL:
             k_tail = tl.load(
-                k_base + k_offset[:, None] + offs_d_tail[None, :],
+                row_pointers(k_base, k_offset, offs_d_tail, KV_VECTOR),
                 mask=in_part[:, None] & (offs_d_tail < HEAD_DIM)[None, :],
                 other=0.0,
             )
@@ -367,7 +383,7 @@ def split_decode_kernel(
         row_sum = row_sum * decay + tl.sum(probs, 1)
         row_max = new_max
         v = tl.load(
-            v_base + v_offset[:, None] + offs_dv[None, :],
+            row_pointers(v_base, v_offset, offs_dv, KV_VECTOR),
             mask=in_part[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
             other=0.0,
         )
@@ -378,7 +394,7 @@ def split_decode_kernel(
         acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
         if BLOCK_DV_TAIL:
             v_tail = tl.load(
-                v_base + v_offset[:, None] + offs_dv_tail[None, :],
+                row_pointers(v_base, v_offset, offs_dv_tail, KV_VECTOR),
                 mask=in_part[:, None] & (offs_dv_tail < HEAD_DIM_V)[None, :],
                 other=0.0,
             )
@@ -400,17 +416,15 @@ def split_decode_kernel(
             + (q_first + token).to(tl.int64) * stride_out_token
             + head.to(tl.int64) * stride_out_head
         )
-        out_offset = tl.multiple_of(out_offset, Q_VECTOR)
-        out_ptr = tl.multiple_of(out_ptr, Q_VECTOR * out_ptr.dtype.element_ty.primitive_bitwidth // 8)
         out_type = out_ptr.dtype.element_ty
         tl.store(
-            out_ptr + out_offset[:, None] + offs_dv[None, :],
+            row_pointers(out_ptr, out_offset, offs_dv, Q_VECTOR),
             (acc * inverse[:, None]).to(out_type),
             mask=row_live[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
         )
         if BLOCK_DV_TAIL:
             tl.store(
-                out_ptr + out_offset[:, None] + offs_dv_tail[None, :],
+                row_pointers(out_ptr, out_offset, offs_dv_tail, Q_VECTOR),
                 (acc_tail * inverse[:, None]).to(out_type),
                 mask=row_live[:, None] & (offs_dv_tail < HEAD_DIM_V)[None, :],
             )
