@@ -18,7 +18,7 @@ from splitkv.kv import KVView
 from splitkv.workspace import Workspace
 
 BALANCED, FIXED_PARTS, FIXED_TOKENS = 0, 1, 2
-MAX_SPAN = 2**30  # a window this wide is none: lengths are 32-bit
+MAX_SPAN = 2**30  # a wider window is none, and a longer axis of work would outgrow 32 bits
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,6 @@ def plan_decode(
     slots = min(workspace.partial_out.numel() // (rows * head_dim_v), workspace.partial_lse.numel() // rows)
     target = tile_sizes.Target.of(workspace.device)
     tiles = tile_sizes.choose(target, config.dtype, head_dim, head_dim_v, rows)
-    resident, waves = target.num_sms * tiles.programs_per_sm, 0
     dependent = target.arch.startswith("cuda:") and int(target.arch[5:]) >= 90
     if num_splits is not None or config.split_tokens is not None:
         schedule = FIXED_TOKENS if num_splits is None else FIXED_PARTS
@@ -307,8 +306,7 @@ def plan_decode(
             )
     else:
         schedule, parts = BALANCED, 0
-        waves = tile_sizes.max_waves(resident, q_tiles, num_kv_heads)
-        units = tile_sizes.program_units(resident, q_tiles, num_kv_heads, waves)
+        units = tile_sizes.share_count(target.num_sms * tiles.programs_per_sm, num_kv_heads, slots)
 
     where = kv.addressing
     has_window = window_left is not None
@@ -333,8 +331,8 @@ def plan_decode(
         total_q=total_q,
         capacity=where.capacity,
         window_left=reach,
-        resident=resident,
-        slots=slots // num_kv_heads,
+        shares=units,
+        heaviest=max(1, MAX_SPAN // max(q_tiles, 1)),
         stride_out_batch=out_strides[0],
         stride_out_token=out_strides[1],
         stride_out_head=out_strides[2],
@@ -351,13 +349,12 @@ def plan_decode(
         SCHEDULE=schedule,
         SPLIT_TOKENS=(config.split_tokens or 0) if schedule == FIXED_TOKENS else 0,
         PARTS=parts,
-        MAX_WAVES=waves,
-        WAVE_COST=tiles.wave_cost,
         MIN_CHUNK=tiles.min_chunk,
+        SEGMENT_COST=tiles.segment_cost,
         DEPENDENT_LAUNCH=dependent,
         HAS_WINDOW=has_window,
         HAS_LSE=lse is not None,
-        BLOCK_B=32 if batch <= 32 else 256,
+        BLOCK_B=1 if batch <= 1 else 16 if batch <= 16 else 64 if batch <= 64 else 256,
         BLOCK_M=rows,
     )
     split = Launch(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from splitkv.config import cdiv, next_power_of_2
+from splitkv.config import next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Tiles:
         num_stages: Depth of the software pipeline.
         programs_per_sm: Programs that are in flight on one multiprocessor.
         min_chunk: Least tokens of a part, below which cutting costs more than it gains.
-        wave_cost: What starting a wave of programs costs, in tokens that a program could attend meanwhile.
+        segment_cost: What it costs a program to begin and end within tiles, in tokens that it could attend meanwhile.
     """
 
     block_n: int
@@ -65,7 +65,7 @@ class Tiles:
     num_stages: int
     programs_per_sm: int
     min_chunk: int
-    wave_cost: int = 64
+    segment_cost: int = 128
 
 
 def split_width(width: int) -> tuple[int, int]:
@@ -118,17 +118,10 @@ def choose(target: Target, dtype: torch.dtype, head_dim: int, head_dim_v: int, r
     )
 
 
-def max_waves(resident: int, q_tiles: int, num_kv_heads: int) -> int:
-    """How many waves more than the tiles need a balanced launch may choose from on the device.
+def share_count(resident: int, num_kv_heads: int, slots: int) -> int:
+    """Shares per KV head of a balanced launch.
 
-    Few tiles can always be cut evenly enough in one wave: 8 t tiles at most lose 1 / t of it to their last parts. The
-    programs of waves that are not used cost a little, so no more are offered than can pay.
+    As many as programs run at a time, since one that overshoots costs a whole wave, and so that two partials of each share
+    fit the workspace's slots. One share per head cuts no tile and needs no slot.
     """
-    occupied = q_tiles * num_kv_heads
-    return 1 if 8 * occupied <= resident else 2 if 4 * occupied <= resident else 4
-
-
-def program_units(resident: int, q_tiles: int, num_kv_heads: int, waves: int) -> int:
-    """Units (parts of tiles, for all heads) that a balanced launch of `waves` more waves starts: one per tile at least."""
-    least = cdiv(max(q_tiles, 1) * num_kv_heads, resident)
-    return max(q_tiles, (least + waves - 1) * resident // num_kv_heads)
+    return max(1, min(resident, slots // 2) // num_kv_heads)

@@ -6,12 +6,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from splitkv.kernels.primitives import (
     BALANCED,
-    balanced_chunk,
+    FIXED_TOKENS,
+    choose_shares,
     fold_partials,
     load_kv_range,
     load_q_range,
-    parts_of,
+    locate,
+    part_tokens,
     request_work,
+    tile_weight,
 )
 
 
@@ -31,8 +34,8 @@ def merge_splits_kernel(
     total_q: tl.int32,
     capacity: tl.int32,
     window_left: tl.int32,
-    resident: tl.int32,
-    slots: tl.int32,
+    shares: tl.int32,
+    heaviest: tl.int32,
     stride_out_batch: tl.int64,
     stride_out_token: tl.int64,
     stride_out_head: tl.int64,
@@ -47,9 +50,8 @@ def merge_splits_kernel(
     SCHEDULE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
-    MAX_WAVES: tl.constexpr,
-    WAVE_COST: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
+    SEGMENT_COST: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     RIGHT_BOUND: tl.constexpr,
@@ -66,8 +68,6 @@ def merge_splits_kernel(
     Reads:  partial_out [slots, BLOCK_M, HEAD_DIM_V] fp32, partial_lse [slots, BLOCK_M] fp32, lengths
     Writes: out, lse
     """
-    if DEPENDENT_LAUNCH:
-        gdc_launch_dependents()
     row_token = tl.program_id(0)
     head = tl.program_id(1)
     offs_d = tl.program_id(2) * BLOCK_DV + tl.arange(0, BLOCK_DV)
@@ -84,6 +84,7 @@ def merge_splits_kernel(
         if b >= batch:
             if DEPENDENT_LAUNCH:
                 gdc_wait()
+                gdc_launch_dependents()
             tl.store(out_ptr + out_row + offs_d, tl.zeros([BLOCK_DV], out_ptr.dtype.element_ty), mask=d_mask)
             if HAS_LSE:
                 tl.store(lse_ptr + lse_row, float("-inf"))
@@ -101,59 +102,60 @@ def merge_splits_kernel(
             + head.to(tl.int64) * stride_lse_head
         )
 
-    # How many parts has its tile, and where are they? The same arithmetic as in split_decode_kernel.
-    chunk = 1
-    if SCHEDULE == BALANCED:
-        chunk = balanced_chunk(
-            batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, resident, slots,
-            NUM_KV_HEADS, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, MAX_WAVES, WAVE_COST,
-            MIN_CHUNK, BLOCK_B,
-        )  # fmt: skip
-    tiles, span = request_work(
-        b, True, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
-        PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
+    # Where on the axis lies its tile, and by how many shares is it cut? The same arithmetic as in split_decode_kernel.
+    by_work, each, share, _ = choose_shares(
+        batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, shares, heaviest,
+        PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, SCHEDULE, PARTS, MIN_CHUNK, SEGMENT_COST, BLOCK_B,
     )  # fmt: skip
-    _, seq_len, _ = load_kv_range(b, True, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE, KV_KIND)
-    parts = parts_of(tiles, span, seq_len, chunk, SCHEDULE, SPLIT_TOKENS, PARTS)
-    if DEPENDENT_LAUNCH:
-        # Lengths were final before split_decode_kernel began; partials are there once it has ended.
-        gdc_wait()
-    if parts == 1:
-        return
-    first_slot = 0
-    if SCHEDULE == BALANCED or qo_indptr_ptr is not None:
-        for first in range(0, b, BLOCK_B):
-            offs_b = first + tl.arange(0, BLOCK_B)
-            earlier = offs_b < b
-            tiles_b, span_b = request_work(
-                offs_b, earlier, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
-                PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
-            )  # fmt: skip
-            if SCHEDULE == BALANCED:
-                parts_b = parts_of(tiles_b, span_b, span_b, chunk, SCHEDULE, SPLIT_TOKENS, PARTS)
-                first_slot += tl.sum(tl.where(parts_b > 1, tiles_b * parts_b, 0), 0)
-            else:
-                first_slot += tl.sum(tiles_b * PARTS, 0)
+    if SCHEDULE != BALANCED and qo_indptr_ptr is None:
+        begin = b * tl.cdiv(q_len * GROUP_SIZE, BLOCK_M) * PARTS
     else:
-        first_slot = b * tiles * PARTS
+        _, begin = locate(
+            0x7FFFFFFF, b, by_work, each, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q,
+            window_left, heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, BLOCK_B,
+        )  # fmt: skip
     q_first, _ = load_q_range(b, True, qo_indptr_ptr, q_len, total_q)
     if qo_indptr_ptr is not None:
         token = row_token - q_first
     else:
         token = row_token % q_len
     tile_row = token * GROUP_SIZE + head % GROUP_SIZE
-    tile = tile_row // BLOCK_M
-    slots_each = parts if SCHEDULE == BALANCED else PARTS
-    slot = (first_slot + tile * slots_each) * NUM_KV_HEADS + head // GROUP_SIZE
-    partial_row = slot.to(tl.int64) * BLOCK_M + tile_row % BLOCK_M
+    _, span = request_work(
+        b, True, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
+        PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
+    )  # fmt: skip
+    weight = tile_weight(span, by_work, each, heaviest)
+    begin += tile_row // BLOCK_M * weight
+    if SCHEDULE == BALANCED:
+        first_share = begin // share
+        parts = (begin + weight - 1) // share - first_share + 1
+        first_slot = shares + first_share
+        next_slot = first_share + 1
+    else:
+        if SCHEDULE == FIXED_TOKENS:
+            _, seq_len, _ = load_kv_range(b, True, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE, KV_KIND)
+            parts = tl.maximum(tl.cdiv(seq_len, part_tokens(seq_len, SPLIT_TOKENS, PARTS)), 1)
+        else:
+            parts = PARTS
+        first_slot = begin
+        next_slot = begin + 1
+    if DEPENDENT_LAUNCH:
+        # Lengths were final before split_decode_kernel began; partials are there once it has ended.
+        gdc_wait()
+        gdc_launch_dependents()
+    if parts == 1:
+        return
+    slot_row = (head // GROUP_SIZE).to(tl.int64) * BLOCK_M + tile_row % BLOCK_M
     sink = 0.0
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
     out, lse = fold_partials(
-        partial_out_ptr + partial_row * HEAD_DIM_V,
-        partial_lse_ptr + partial_row,
+        partial_out_ptr + slot_row * HEAD_DIM_V,
+        partial_lse_ptr + slot_row,
         NUM_KV_HEADS * BLOCK_M * HEAD_DIM_V,
         NUM_KV_HEADS * BLOCK_M,
+        first_slot,
+        next_slot,
         parts,
         sink,
         offs_d,
@@ -209,6 +211,8 @@ def merge_kernel(
         lses_ptr + row * stride_lses_row + head * stride_lses_head,
         stride_outs_part,
         stride_lses_part,
+        0,
+        1,
         parts,
         sink,
         offs_d,

@@ -1,10 +1,11 @@
 """Device functions that kernels share: lengths, work shares, and the log-sum-exp algebra.
 
-The schedule, in one paragraph. A *tile* is BLOCK_M packed query rows of one request and KV head. A request with n query
-tokens has ceil(n · GROUP_SIZE / BLOCK_M) tiles per head, each attended in `parts` parts. A *unit* is one part of one tile
-for all heads; program p works on unit p // num_kv_heads and head p % num_kv_heads, so that neighbouring programs read
-neighbouring heads of the same tokens. Units are numbered request by request, and every program finds its own by a prefix
-sum over the lengths on the device. `splitkv/schedule.py` holds the same arithmetic in plain Python.
+The schedule, in one paragraph. A *tile* is BLOCK_M packed query rows of one request and KV head; a request with n query
+tokens has ceil(n · GROUP_SIZE / BLOCK_M) of them per head. Lay all tiles of a head on one axis, request by request, each as
+long as its weight, and cut the axis into equal shares: program p attends share p // num_kv_heads of head
+p % num_kv_heads, so that neighbouring programs read neighbouring heads of the same tokens. A tile that lies in one share is
+finished by its program; one that is cut leaves a partial per share. Every program finds its share by a prefix sum over the
+lengths on the device. `splitkv/schedule.py` holds the same arithmetic in plain Python.
 """
 
 import triton
@@ -19,8 +20,7 @@ BALANCED: tl.constexpr = tl.constexpr(0)
 FIXED_PARTS: tl.constexpr = tl.constexpr(1)
 FIXED_TOKENS: tl.constexpr = tl.constexpr(2)
 
-# The balanced schedule counts in grains of 8 tokens: 32-bit integers, whose divisions are fast, then hold the work of any
-# batch that is worth cutting (4·10⁹ tokens times tiles; more is left uncut).
+# The balanced schedule weighs keys in grains of 8 tokens, in 32-bit integers, whose divisions are fast.
 GRAIN: tl.constexpr = tl.constexpr(8)
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -104,61 +104,18 @@ def request_work(
 
 
 @triton.jit
-def safe_chunk(tiles, work, longest, budget, slots):
-    """Length of parts so that all parts fit into `budget` units and those of cut tiles into `slots` partials.
+def tile_weight(span, by_work, each, heaviest):
+    """Length of a tile on the axis: its keys in grains where shares follow the work, else `each`, the same for all.
 
-    A tile of length s takes max(1, ceil(s / chunk)) parts. Two chunks are safe by construction, whatever the lengths: with
-    ceil(work / (budget - tiles)) each tile adds at most one part to an even share; with
-    ceil(longest / (budget // tiles)) no tile takes more than budget // tiles. The first suits uneven lengths, the second
-    even ones. A tile that is cut at all takes at most 2 s / chunk parts, which bounds the slots. A longer chunk than a
-    safe one is safe.
+    At least 1, so that the rows of a tile without keys are written too. At most `heaviest`, with which the axis stays within
+    32 bits; a weight that is too small costs balance only.
     """
-    spare = budget - tiles
-    each = budget // tiles
-    uneven = tl.where(spare > 0, tl.cdiv(work, tl.maximum(spare, 1)), longest)
-    even = tl.where(each > 0, tl.cdiv(longest, tl.maximum(each, 1)), longest)
-    chunk = tl.minimum(uneven, even)
-    if slots < budget:
-        chunk = tl.maximum(chunk, tl.cdiv(2 * work, tl.maximum(slots, 1)))
-    return tl.where(slots > 1, chunk, longest)
+    grains = clamp(tl.cdiv(span, GRAIN), 1, heaviest)
+    return tl.where(by_work, grains, each)
 
 
 @triton.jit
-def choose_chunk(
-    tiles,
-    work,
-    longest,
-    resident,
-    slots,
-    NUM_KV_HEADS: tl.constexpr,
-    MAX_WAVES: tl.constexpr,
-    WAVE_COST: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
-):
-    """Length of parts: the best of a few numbers of waves, by an estimate of when the last program ends.
-
-    Lengths are in grains here. `resident` programs run at a time, a wave. The candidates are the least number of whole
-    waves that has a program for every tile, and up to MAX_WAVES - 1 more. With parts of at most c, n waves end by n · c at
-    the latest, and by the even share plus c; starting a wave costs about WAVE_COST. Even lengths fit into few full waves;
-    beside many short requests a long one needs several, so that its parts are not longer than what runs beside them.
-    """
-    tiles = tl.maximum(tiles, 1)
-    least = tl.cdiv(tiles * NUM_KV_HEADS, resident)
-    share = work // tl.maximum(resident // NUM_KV_HEADS, 1)
-    best = longest
-    best_cost = 0x7FFFFFFF
-    for extra in tl.static_range(MAX_WAVES):
-        waves = least + extra
-        chunk = safe_chunk(tiles, work, longest, waves * resident // NUM_KV_HEADS, slots)
-        chunk = tl.maximum(chunk, MIN_CHUNK)
-        cost = tl.minimum(waves * chunk, share + chunk) + waves * WAVE_COST
-        best = tl.where(cost < best_cost, chunk, best)
-        best_cost = tl.minimum(cost, best_cost)
-    return best
-
-
-@triton.jit
-def balanced_chunk(
+def choose_shares(
     batch,
     lens_ptr,
     indptr_ptr,
@@ -168,59 +125,104 @@ def balanced_chunk(
     q_len,
     total_q,
     window_left,
-    resident,
-    slots,
-    NUM_KV_HEADS: tl.constexpr,
+    shares,
+    heaviest,
     PAGE_SIZE: tl.constexpr,
     KV_KIND: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     RIGHT_BOUND: tl.constexpr,
-    MAX_WAVES: tl.constexpr,
-    WAVE_COST: tl.constexpr,
+    SCHEDULE: tl.constexpr,
+    PARTS: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
+    SEGMENT_COST: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Tokens per part for this batch: one pass over its lengths."""
-    tiles_sum = tl.zeros([BLOCK_B], tl.int32)
-    work_sum = tl.zeros([BLOCK_B], tl.int64)
-    longest = tl.zeros([BLOCK_B], tl.int32)
-    for first in range(0, batch, BLOCK_B):
-        b = first + tl.arange(0, BLOCK_B)
-        tiles, span = request_work(
-            b, b < batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
-            PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
-        )  # fmt: skip
-        grains = tl.where(tiles > 0, tl.cdiv(span, GRAIN), 0)
-        tiles_sum += tiles
-        work_sum += tiles.to(tl.int64) * grains
-        longest = tl.maximum(longest, grains)
-    tiles = tl.sum(tiles_sum, 0)
-    work = tl.sum(work_sum, 0)
-    longest_tile = tl.max(longest, 0)
-    chunk = longest_tile
-    if work < 1 << 29:
-        chunk = choose_chunk(
-            tiles, work.to(tl.int32), longest_tile, resident, slots,
-            NUM_KV_HEADS, MAX_WAVES, WAVE_COST // GRAIN, MIN_CHUNK // GRAIN,
-        )  # fmt: skip
-    return tl.maximum(chunk, 1) * GRAIN
+    """How this batch is shared: (by_work, each, share, length of the axis), from one pass over its lengths.
+
+    Even lengths: every tile weighs the same and is cut into `each` parts, so that a program attends one part of one tile,
+    or several whole tiles. Uneven lengths: shares of equal work, wherever they begin and end. The latter is always
+    balanced, but a program then begins and ends within tiles, which costs about SEGMENT_COST tokens and a merge; so it is
+    taken where the longest program of the former would take longer than that.
+    """
+    if qo_indptr_ptr is None:
+        tiles_sum = batch * tl.cdiv(q_len * GROUP_SIZE, BLOCK_M)
+    if SCHEDULE != BALANCED and qo_indptr_ptr is None:
+        by_work, each, share, total = False, PARTS, 1, tiles_sum * PARTS
+    else:
+        tiles_seen = tl.zeros([BLOCK_B], tl.int32)
+        work_seen = tl.zeros([BLOCK_B], tl.int32)
+        longest_seen = tl.zeros([BLOCK_B], tl.int32)
+        for first in range(0, batch, BLOCK_B):
+            b = first + tl.arange(0, BLOCK_B)
+            tiles, span = request_work(
+                b, b < batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
+                PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
+            )  # fmt: skip
+            tiles_seen += tiles
+            work_seen += tiles * tile_weight(span, True, 1, heaviest)
+            longest_seen = tl.maximum(longest_seen, tl.where(tiles > 0, span, 0))
+        if qo_indptr_ptr is not None:
+            tiles_sum = tl.sum(tiles_seen, 0)
+        if SCHEDULE != BALANCED:
+            by_work, each, share, total = False, PARTS, 1, tiles_sum * PARTS
+        else:
+            work = tl.sum(work_seen, 0)
+            longest = tl.max(longest_seen, 0)
+            work_share = tl.maximum(tl.cdiv(work, shares), MIN_CHUNK // GRAIN)
+            each = clamp(shares // tl.maximum(tiles_sum, 1), 1, tl.maximum(longest // MIN_CHUNK, 1))
+            tile_share = tl.cdiv(tiles_sum * each, shares)
+            by_work = tile_share * tl.cdiv(longest, each) > work_share * GRAIN + SEGMENT_COST
+            share = tl.where(by_work, work_share, tile_share)
+            total = tl.where(by_work, work, tiles_sum * each)
+    return by_work, each, share, total
 
 
 @triton.jit
-def parts_of(tiles, span, seq_len, chunk, SCHEDULE: tl.constexpr, SPLIT_TOKENS: tl.constexpr, PARTS: tl.constexpr):
-    """Parts that a tile is attended in, at least 1.
+def locate(
+    position,
+    batch,
+    by_work,
+    each,
+    lens_ptr,
+    indptr_ptr,
+    kv_start_ptr,
+    qo_indptr_ptr,
+    capacity,
+    q_len,
+    total_q,
+    window_left,
+    heaviest,
+    PAGE_SIZE: tl.constexpr,
+    KV_KIND: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    RIGHT_BOUND: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """The request at a position of the axis, and where it begins there: those that end at or before it are counted.
 
-    BALANCED: by its visible span. FIXED_PARTS: always PARTS. FIXED_TOKENS: by the sequence's length alone.
+    At position 2³¹ - 1, past any axis, (batch, the length of the axis).
     """
-    if SCHEDULE == BALANCED:
-        parts = tl.maximum(tl.cdiv(span, chunk), 1)
-    elif SCHEDULE == FIXED_PARTS:
-        parts = span * 0 + PARTS
-    else:
-        parts = tl.maximum(tl.cdiv(seq_len, part_tokens(seq_len, SPLIT_TOKENS, PARTS)), 1)
-    return parts
+    end = 0
+    begin = 0
+    request = 0
+    for first in range(0, batch, BLOCK_B):
+        b = first + tl.arange(0, BLOCK_B)
+        live = b < batch
+        tiles, span = request_work(
+            b, live, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
+            PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
+        )  # fmt: skip
+        lengths = tiles * tile_weight(span, by_work, each, heaviest)
+        ends = end + tl.cumsum(lengths, 0)
+        earlier = live & (ends <= position)
+        request += tl.sum(earlier.to(tl.int32), 0)
+        begin = tl.maximum(begin, tl.max(tl.where(earlier, ends, 0), 0))
+        end += tl.sum(lengths, 0)
+    return request, begin
 
 
 @triton.jit
@@ -247,6 +249,8 @@ def fold_partials(
     lse_ptr,
     stride_out_part,
     stride_lse_part,
+    first_slot,
+    next_slot,
     parts,
     sink,
     offs_d,
@@ -256,6 +260,8 @@ def fold_partials(
     BLOCK_D: tl.constexpr,
 ):
     """Merge `parts` partials of one row: returns its output [BLOCK_D] float32 and its natural log-sum-exp.
+
+    The first lies at first_slot, part i after it at next_slot + i - 1.
 
     Online over blocks of BLOCK_P partials, all in base 2. (0, -inf) is the identity: a partial without keys weighs 0
     whatever its row holds, and if nothing has keys the result is (0, -inf) again. The sink, a logit, joins the
@@ -267,11 +273,11 @@ def fold_partials(
     for first in range(0, parts, BLOCK_P):
         part = first + tl.arange(0, BLOCK_P)
         live = part < parts
-        part = part.to(tl.int64)
-        lse = tl.load(lse_ptr + part * stride_lse_part, mask=live, other=float("-inf")).to(tl.float32) * LOG2E
+        slot = tl.where(part == 0, first_slot, next_slot + part - 1).to(tl.int64)
+        lse = tl.load(lse_ptr + slot * stride_lse_part, mask=live, other=float("-inf")).to(tl.float32) * LOG2E
         keyed = live & (lse > float("-inf"))
         rows = tl.load(
-            out_ptr + part[:, None] * stride_out_part + offs_d[None, :],
+            out_ptr + slot[:, None] * stride_out_part + offs_d[None, :],
             mask=keyed[:, None] & d_mask[None, :],
             other=0.0,
         ).to(tl.float32)

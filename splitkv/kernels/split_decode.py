@@ -8,73 +8,39 @@ from splitkv.kernels.primitives import (
     BALANCED,
     CONTIGUOUS,
     CSR,
+    FIXED_PARTS,
     FIXED_TOKENS,
+    GRAIN,
     LN2,
     LOG2E,
     PAGED,
-    balanced_chunk,
+    choose_shares,
     even_edge,
     finite_or_zero,
     load_kv_range,
     load_q_range,
+    locate,
     part_tokens,
-    parts_of,
     request_work,
+    tile_weight,
 )
 
 
 @triton.jit
-def find_unit(
-    unit,
-    batch,
-    chunk,
-    lens_ptr,
-    indptr_ptr,
-    kv_start_ptr,
-    qo_indptr_ptr,
-    capacity,
-    q_len,
-    total_q,
-    window_left,
-    PAGE_SIZE: tl.constexpr,
-    KV_KIND: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    RIGHT_BOUND: tl.constexpr,
-    SCHEDULE: tl.constexpr,
-    SPLIT_TOKENS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-):
-    """The request that owns a unit (batch if none does), the unit's place in it, and partial slots per head before it.
+def stretch(low, high, offset, taken, weight, by_work):
+    """The keys of low…high that a stretch of a tile's length on the axis stands for.
 
-    Without a list, the request is found by counting those whose units all come earlier.
+    By work, a step is a grain of keys, and the tile's last stretch takes all that is left, should it have weighed less than
+    its keys; else the keys are cut evenly. Either way neighbouring stretches meet and together they are low…high.
     """
-    before = 0
-    request = 0
-    first_unit = 0
-    first_slot = 0
-    for first in range(0, batch, BLOCK_B):
-        b = first + tl.arange(0, BLOCK_B)
-        live = b < batch
-        tiles, span = request_work(
-            b, live, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
-            PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
-        )  # fmt: skip
-        if SCHEDULE == BALANCED:
-            parts = parts_of(tiles, span, span, chunk, SCHEDULE, SPLIT_TOKENS, PARTS)
-            slots = tl.where(parts > 1, tiles * parts, 0)
-        else:
-            parts = tiles * 0 + PARTS
-            slots = tiles * PARTS
-        ends = before + tl.cumsum(tiles * parts, 0)
-        earlier = live & (ends <= unit)
-        request += tl.sum(earlier.to(tl.int32), 0)
-        first_unit = tl.maximum(first_unit, tl.max(tl.where(earlier, ends, 0), 0))
-        first_slot += tl.sum(tl.where(earlier, slots, 0), 0)
-        before += tl.sum(tiles * parts, 0)
-    return request, unit - first_unit, first_slot
+    visible = tl.maximum(high - low, 0)
+    if by_work:
+        first = tl.minimum(offset * GRAIN, visible)
+        last = tl.where(offset + taken == weight, visible, tl.minimum((offset + taken) * GRAIN, visible))
+    else:
+        first = even_edge(offset, weight, visible)
+        last = even_edge(offset + taken, weight, visible)
+    return low + first, low + last
 
 
 @triton.jit
@@ -111,8 +77,8 @@ def split_decode_kernel(
     total_q: tl.int32,
     capacity: tl.int32,
     window_left: tl.int32,
-    resident: tl.int32,
-    slots: tl.int32,
+    shares: tl.int32,
+    heaviest: tl.int32,
     sm_scale: tl.float32,
     softcap: tl.float32,
     stride_q_batch: tl.int64,
@@ -142,9 +108,8 @@ def split_decode_kernel(
     SCHEDULE: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
-    MAX_WAVES: tl.constexpr,
-    WAVE_COST: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
+    SEGMENT_COST: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
     MULTI_TOKEN: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -163,9 +128,9 @@ def split_decode_kernel(
     BLOCK_DV_TAIL: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Attend one packed query tile to one part of its keys, leaving a partial, or the result where there is one part.
+    """Attend packed query tiles to their keys, one share of the work per program, and leave results or partials.
 
-    Grid: (units · NUM_KV_HEADS,). Tile row r is query token r // GROUP_SIZE, head r % GROUP_SIZE of one KV head; rows
+    Grid: (shares · NUM_KV_HEADS,); with fixed parts one program per part. Tile row r is query token r // GROUP_SIZE, head r % GROUP_SIZE of one KV head; rows
     past the last are padding.
 
     Reads:  q, K and V pages, page table, lengths
@@ -183,270 +148,265 @@ def split_decode_kernel(
         # only the cost of starting overlaps, since each waits for the memory of the one before.
         gdc_wait()
         gdc_launch_dependents()
-    pid = tl.program_id(0)
-    kv_head = pid % NUM_KV_HEADS
-    unit = pid // NUM_KV_HEADS
+    share_id = tl.program_id(0) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
     RIGHT_BOUND: tl.constexpr = CAUSAL and tree_ptr is None
-
-    # Which request, tile and part is this?
-    chunk = 1
-    if SCHEDULE == BALANCED:
-        chunk = balanced_chunk(
-            batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, resident, slots,
-            NUM_KV_HEADS, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, MAX_WAVES, WAVE_COST,
-            MIN_CHUNK, BLOCK_B,
-        )  # fmt: skip
-    if SCHEDULE == BALANCED or qo_indptr_ptr is not None:
-        b, place, first_slot = find_unit(
-            unit, batch, chunk, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
-            PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, SCHEDULE, SPLIT_TOKENS, PARTS, BLOCK_B,
-        )  # fmt: skip
-    else:
-        units_each = tl.cdiv(q_len * GROUP_SIZE, BLOCK_M) * PARTS
-        b = unit // units_each
-        place = unit % units_each
-        first_slot = b * units_each
-    if b >= batch:
-        return
-    start, seq_len, pool_first = load_kv_range(
-        b, True, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE, KV_KIND
-    )
-    q_first, q_tokens = load_q_range(b, True, qo_indptr_ptr, q_len, total_q)
-    tiles, span = request_work(
-        b, True, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
-        PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
+    by_work, each, share, total = choose_shares(
+        batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, shares, heaviest,
+        PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, SCHEDULE, PARTS, MIN_CHUNK, SEGMENT_COST, BLOCK_B,
     )  # fmt: skip
-    parts = parts_of(tiles, span, seq_len, chunk, SCHEDULE, SPLIT_TOKENS, PARTS)
-    # Tiles vary fastest: those of one request read the same keys, so that they meet in the L2 cache.
-    part = place // tiles
-    tile = place % tiles
-    if part >= parts:
-        return
-    if SCHEDULE == BALANCED:
-        slot = (first_slot + tile * parts + part) * NUM_KV_HEADS + kv_head
-    else:
-        slot = (first_slot + tile * PARTS + part) * NUM_KV_HEADS + kv_head
+    place = share_id * share
+    stop = tl.minimum(place + share, total)
+    while place < stop:
+        # Which request, tile and stretch of it lie at this place of the axis?
+        if SCHEDULE != BALANCED and qo_indptr_ptr is None:
+            length = tl.cdiv(q_len * GROUP_SIZE, BLOCK_M) * PARTS
+            b = place // length
+            begin = b * length
+        else:
+            b, begin = locate(
+                place, batch, by_work, each, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q,
+                window_left, heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, BLOCK_B,
+            )  # fmt: skip
+        start, seq_len, pool_first = load_kv_range(
+            b, True, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE, KV_KIND
+        )
+        q_first, q_tokens = load_q_range(b, True, qo_indptr_ptr, q_len, total_q)
+        _, span = request_work(
+            b, True, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
+            PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
+        )  # fmt: skip
+        weight = tile_weight(span, by_work, each, heaviest)
+        tile = (place - begin) // weight
+        offset = (place - begin) % weight
+        taken = tl.minimum(weight - offset, stop - place)
 
-    # Which keys may its rows see? Row r stands at position p = seq_len - q_tokens + token.
-    offs_r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_live = offs_r < q_tokens * GROUP_SIZE
-    token = offs_r // GROUP_SIZE
-    head = kv_head * GROUP_SIZE + offs_r % GROUP_SIZE
-    position = seq_len - q_tokens + token
-    low = start
-    high = seq_len
-    if HAS_WINDOW:
-        low = tl.maximum(low, seq_len - q_tokens + tile * BLOCK_M // GROUP_SIZE - window_left)
-    if MULTI_TOKEN and RIGHT_BOUND:
-        last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP_SIZE, q_tokens - 1)
-        high = tl.minimum(high, seq_len - q_tokens + last_token + 1)
+        # Which keys may its rows see? Row r stands at position p = seq_len - q_tokens + token.
+        offs_r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        row_live = offs_r < q_tokens * GROUP_SIZE
+        token = offs_r // GROUP_SIZE
+        head = kv_head * GROUP_SIZE + offs_r % GROUP_SIZE
+        position = seq_len - q_tokens + token
+        low = start
+        high = seq_len
+        if HAS_WINDOW:
+            low = tl.maximum(low, seq_len - q_tokens + tile * BLOCK_M // GROUP_SIZE - window_left)
+        if MULTI_TOKEN and RIGHT_BOUND:
+            last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP_SIZE, q_tokens - 1)
+            high = tl.minimum(high, seq_len - q_tokens + last_token + 1)
 
-    # Which of them are this part's?
-    if SCHEDULE == BALANCED:
-        visible = tl.maximum(high - low, 0)
-        high = low + even_edge(part + 1, parts, visible)
-        low = low + even_edge(part, parts, visible)
-    elif SCHEDULE == FIXED_TOKENS:
-        distance = part_tokens(seq_len, SPLIT_TOKENS, PARTS)
-        low = tl.maximum(low, part * distance)
-        high = tl.minimum(high, tl.minimum(part + 1, tl.cdiv(seq_len, distance)) * distance)
-    else:
-        low = tl.maximum(low, even_edge(part, parts, seq_len))
-        high = tl.minimum(high, even_edge(part + 1, parts, seq_len))
+        # Which of them are in this stretch?
+        if SCHEDULE == FIXED_TOKENS:
+            distance = part_tokens(seq_len, SPLIT_TOKENS, PARTS)
+            parts = tl.maximum(tl.cdiv(seq_len, distance), 1)
+            low = tl.maximum(low, offset * distance)
+            high = tl.minimum(high, tl.minimum(offset + 1, parts) * distance)
+        elif SCHEDULE == FIXED_PARTS:
+            parts = PARTS
+            low = tl.maximum(low, even_edge(offset, PARTS, seq_len))
+            high = tl.minimum(high, even_edge(offset + 1, PARTS, seq_len))
+        else:
+            parts = tl.where(taken == weight, 1, 2)
+            low, high = stretch(low, high, offset, taken, weight, by_work)
 
-    # Queries.
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, BLOCK_D)
-    q_offset = (
-        b.to(tl.int64) * stride_q_batch
-        + (q_first + token).to(tl.int64) * stride_q_token
-        + head.to(tl.int64) * stride_q_head
-    )
-    q = tl.load(
-        row_pointers(q_ptr, q_offset, offs_d, Q_VECTOR),
-        mask=row_live[:, None] & (offs_d < HEAD_DIM)[None, :],
-        other=0.0,
-    )
-    if BLOCK_D_TAIL:
-        offs_d_tail = BLOCK_D + tl.arange(0, BLOCK_D_TAIL)
-        q_tail = tl.load(
-            row_pointers(q_ptr, q_offset, offs_d_tail, Q_VECTOR),
-            mask=row_live[:, None] & (offs_d_tail < HEAD_DIM)[None, :],
+        # Queries.
+        offs_n = tl.arange(0, BLOCK_N)
+        offs_d = tl.arange(0, BLOCK_D)
+        q_offset = (
+            b.to(tl.int64) * stride_q_batch
+            + (q_first + token).to(tl.int64) * stride_q_token
+            + head.to(tl.int64) * stride_q_head
+        )
+        q = tl.load(
+            row_pointers(q_ptr, q_offset, offs_d, Q_VECTOR),
+            mask=row_live[:, None] & (offs_d < HEAD_DIM)[None, :],
             other=0.0,
         )
-        if WIDEN:
-            q_tail = q_tail.to(tl.float32)
-    if WIDEN:
-        q = q.to(tl.float32)
-    if alibi_ptr is not None:
-        slope = tl.load(alibi_ptr + head, mask=row_live, other=0.0).to(tl.float32)
-
-    # Keys and values: where the request's tokens lie.
-    offs_dv = tl.arange(0, BLOCK_DV)
-    head64 = kv_head.to(tl.int64)
-    k_base = k_ptr + head64 * stride_k_head
-    v_base = v_ptr + head64 * stride_v_head
-    if KV_KIND == PAGED or KV_KIND == CONTIGUOUS:
-        row = b
-        if rows_ptr is not None:
-            row = tl.load(rows_ptr + b)
-        row = row.to(tl.int64)
-        if KV_KIND == CONTIGUOUS:
-            k_base += row * stride_k_page
-            v_base += row * stride_v_page
-        else:
-            table_ptr += row * stride_table_row
-    elif KV_KIND == CSR:
-        table_ptr += pool_first
-    else:
-        k_base += pool_first.to(tl.int64) * stride_k_token
-        v_base += pool_first.to(tl.int64) * stride_v_token
-    BY_PAGE: tl.constexpr = KV_KIND == PAGED or KV_KIND == CSR
-
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    if BLOCK_DV_TAIL:
-        offs_dv_tail = BLOCK_DV + tl.arange(0, BLOCK_DV_TAIL)
-        acc_tail = tl.zeros([BLOCK_M, BLOCK_DV_TAIL], tl.float32)
-    # Without a per-row mask or an unbounded bias, every row of a block that has a key sees one.
-    ROW_MASK: tl.constexpr = MULTI_TOKEN and (RIGHT_BOUND or HAS_WINDOW or tree_ptr is not None)
-    score_scale = sm_scale if HAS_SOFTCAP or alibi_ptr is not None else sm_scale * LOG2E
-    if BY_PAGE:
-        # Page ids travel one block ahead through the loop: loaded in the block that uses them, they would keep the
-        # software pipeline from buffering more than one block of keys and values.
-        page = tl.load(table_ptr + (low + offs_n) // PAGE_SIZE, mask=low + offs_n < high, other=0)
-    for block in tl.range(low, high, BLOCK_N, num_stages=NUM_STAGES):
-        key = block + offs_n
-        in_part = key < high
-        if BY_PAGE:
-            page64 = page.to(tl.int64)
-            slot_in_page = (key % PAGE_SIZE).to(tl.int64)
-            k_offset = page64 * stride_k_page + slot_in_page * stride_k_token
-            v_offset = page64 * stride_v_page + slot_in_page * stride_v_token
-            ahead = key + BLOCK_N
-            page = tl.load(table_ptr + ahead // PAGE_SIZE, mask=ahead < high, other=0)
-        else:
-            k_offset = key.to(tl.int64) * stride_k_token
-            v_offset = key.to(tl.int64) * stride_v_token
-
-        k = tl.load(
-            row_pointers(k_base, k_offset, offs_d, KV_VECTOR),
-            mask=in_part[:, None] & (offs_d < HEAD_DIM)[None, :],
-            other=0.0,
-        )
-        if WIDEN:
-            k = k.to(tl.float32)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if BLOCK_D_TAIL:
-            k_tail = tl.load(
-                row_pointers(k_base, k_offset, offs_d_tail, KV_VECTOR),
-                mask=in_part[:, None] & (offs_d_tail < HEAD_DIM)[None, :],
+            offs_d_tail = BLOCK_D + tl.arange(0, BLOCK_D_TAIL)
+            q_tail = tl.load(
+                row_pointers(q_ptr, q_offset, offs_d_tail, Q_VECTOR),
+                mask=row_live[:, None] & (offs_d_tail < HEAD_DIM)[None, :],
                 other=0.0,
             )
             if WIDEN:
-                k_tail = k_tail.to(tl.float32)
-            scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
-        scores *= score_scale
-        if HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (exp(2x) + 1) is exact at both ends: exp saturates to 0 and inf.
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2E / softcap)) + 1.0))
-        if alibi_ptr is not None:
-            scores -= slope[:, None] * tl.abs(position[:, None] - key[None, :]).to(tl.float32)
-        if HAS_SOFTCAP or alibi_ptr is not None:
-            scores *= LOG2E
-        seen = in_part[None, :]
-        if ROW_MASK:
-            seen = seen & row_live[:, None]
-            if RIGHT_BOUND:
-                seen = seen & (key[None, :] <= position[:, None])
-            if HAS_WINDOW:
-                seen = seen & (key[None, :] >= position[:, None] - window_left)
-            if tree_ptr is not None:
-                draft = key - (seq_len - q_tokens)
-                is_draft = in_part & (draft >= 0)
-                word = tl.load(
-                    tree_ptr
-                    + b.to(tl.int64) * stride_tree_batch
-                    + token.to(tl.int64)[:, None] * stride_tree_row
-                    + (draft // 32)[None, :],
-                    mask=row_live[:, None] & is_draft[None, :],
-                    other=-1,
-                )
-                seen = seen & (((word >> tl.where(is_draft, draft % 32, 0)[None, :]) & 1) != 0)
-        scores = tl.where(seen, scores, float("-inf"))
-
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        shift = finite_or_zero(new_max) if ROW_MASK else new_max
-        decay = tl.exp2(row_max - shift)
-        probs = tl.exp2(scores - shift[:, None])
-        row_sum = row_sum * decay + tl.sum(probs, 1)
-        row_max = new_max
-        v = tl.load(
-            row_pointers(v_base, v_offset, offs_dv, KV_VECTOR),
-            mask=in_part[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
-            other=0.0,
-        )
-        weights = probs.to(v.dtype)
+                q_tail = q_tail.to(tl.float32)
         if WIDEN:
-            weights = weights.to(tl.float32)
-            v = v.to(tl.float32)
-        acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
+            q = q.to(tl.float32)
+        if alibi_ptr is not None:
+            slope = tl.load(alibi_ptr + head, mask=row_live, other=0.0).to(tl.float32)
+
+        # Keys and values: where the request's tokens lie.
+        offs_dv = tl.arange(0, BLOCK_DV)
+        head64 = kv_head.to(tl.int64)
+        k_base = k_ptr + head64 * stride_k_head
+        v_base = v_ptr + head64 * stride_v_head
+        if KV_KIND == PAGED or KV_KIND == CONTIGUOUS:
+            row = b
+            if rows_ptr is not None:
+                row = tl.load(rows_ptr + b)
+            row = row.to(tl.int64)
+            if KV_KIND == CONTIGUOUS:
+                k_base += row * stride_k_page
+                v_base += row * stride_v_page
+            else:
+                page_ids = table_ptr + row * stride_table_row
+        elif KV_KIND == CSR:
+            page_ids = table_ptr + pool_first
+        else:
+            k_base += pool_first.to(tl.int64) * stride_k_token
+            v_base += pool_first.to(tl.int64) * stride_v_token
+        BY_PAGE: tl.constexpr = KV_KIND == PAGED or KV_KIND == CSR
+
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         if BLOCK_DV_TAIL:
-            v_tail = tl.load(
-                row_pointers(v_base, v_offset, offs_dv_tail, KV_VECTOR),
-                mask=in_part[:, None] & (offs_dv_tail < HEAD_DIM_V)[None, :],
+            offs_dv_tail = BLOCK_DV + tl.arange(0, BLOCK_DV_TAIL)
+            acc_tail = tl.zeros([BLOCK_M, BLOCK_DV_TAIL], tl.float32)
+        # Without a per-row mask or an unbounded bias, every row of a block that has a key sees one.
+        ROW_MASK: tl.constexpr = MULTI_TOKEN and (RIGHT_BOUND or HAS_WINDOW or tree_ptr is not None)
+        score_scale = sm_scale if HAS_SOFTCAP or alibi_ptr is not None else sm_scale * LOG2E
+        if BY_PAGE:
+            # Page ids travel one block ahead through the loop: loaded in the block that uses them, they would keep the
+            # software pipeline from buffering more than one block of keys and values.
+            page = tl.load(page_ids + (low + offs_n) // PAGE_SIZE, mask=low + offs_n < high, other=0)
+        for block in tl.range(low, high, BLOCK_N, num_stages=NUM_STAGES):
+            key = block + offs_n
+            in_part = key < high
+            if BY_PAGE:
+                page64 = page.to(tl.int64)
+                slot_in_page = (key % PAGE_SIZE).to(tl.int64)
+                k_offset = page64 * stride_k_page + slot_in_page * stride_k_token
+                v_offset = page64 * stride_v_page + slot_in_page * stride_v_token
+                ahead = key + BLOCK_N
+                page = tl.load(page_ids + ahead // PAGE_SIZE, mask=ahead < high, other=0)
+            else:
+                k_offset = key.to(tl.int64) * stride_k_token
+                v_offset = key.to(tl.int64) * stride_v_token
+
+            k = tl.load(
+                row_pointers(k_base, k_offset, offs_d, KV_VECTOR),
+                mask=in_part[:, None] & (offs_d < HEAD_DIM)[None, :],
                 other=0.0,
             )
             if WIDEN:
-                v_tail = v_tail.to(tl.float32)
-            acc_tail = tl.dot(weights, v_tail, acc_tail * decay[:, None], input_precision="ieee")
+                k = k.to(tl.float32)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if BLOCK_D_TAIL:
+                k_tail = tl.load(
+                    row_pointers(k_base, k_offset, offs_d_tail, KV_VECTOR),
+                    mask=in_part[:, None] & (offs_d_tail < HEAD_DIM)[None, :],
+                    other=0.0,
+                )
+                if WIDEN:
+                    k_tail = k_tail.to(tl.float32)
+                scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
+            scores *= score_scale
+            if HAS_SOFTCAP:
+                # tanh(x) = 1 - 2 / (exp(2x) + 1) is exact at both ends: exp saturates to 0 and inf.
+                scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2E / softcap)) + 1.0))
+            if alibi_ptr is not None:
+                scores -= slope[:, None] * tl.abs(position[:, None] - key[None, :]).to(tl.float32)
+            if HAS_SOFTCAP or alibi_ptr is not None:
+                scores *= LOG2E
+            seen = in_part[None, :]
+            if ROW_MASK:
+                seen = seen & row_live[:, None]
+                if RIGHT_BOUND:
+                    seen = seen & (key[None, :] <= position[:, None])
+                if HAS_WINDOW:
+                    seen = seen & (key[None, :] >= position[:, None] - window_left)
+                if tree_ptr is not None:
+                    draft = key - (seq_len - q_tokens)
+                    is_draft = in_part & (draft >= 0)
+                    word = tl.load(
+                        tree_ptr
+                        + b.to(tl.int64) * stride_tree_batch
+                        + token.to(tl.int64)[:, None] * stride_tree_row
+                        + (draft // 32)[None, :],
+                        mask=row_live[:, None] & is_draft[None, :],
+                        other=-1,
+                    )
+                    seen = seen & (((word >> tl.where(is_draft, draft % 32, 0)[None, :]) & 1) != 0)
+            scores = tl.where(seen, scores, float("-inf"))
 
-    # Leave the result, or a partial for the merge.
-    has_keys = row_sum > 0
-    lse = tl.where(has_keys, row_max * LN2 + tl.log(tl.where(has_keys, row_sum, 1.0)), float("-inf"))
-    if parts == 1:
-        denominator = row_sum
-        if sinks_ptr is not None:
-            sink = tl.load(sinks_ptr + head, mask=row_live, other=float("-inf")).to(tl.float32) * LOG2E
-            denominator += tl.where(has_keys, tl.exp2(sink - finite_or_zero(row_max)), 0.0)
-        inverse = 1.0 / tl.where(has_keys, denominator, 1.0)
-        out_offset = (
-            b.to(tl.int64) * stride_out_batch
-            + (q_first + token).to(tl.int64) * stride_out_token
-            + head.to(tl.int64) * stride_out_head
-        )
-        out_type = out_ptr.dtype.element_ty
-        tl.store(
-            row_pointers(out_ptr, out_offset, offs_dv, Q_VECTOR),
-            (acc * inverse[:, None]).to(out_type),
-            mask=row_live[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
-        )
-        if BLOCK_DV_TAIL:
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            shift = finite_or_zero(new_max) if ROW_MASK else new_max
+            decay = tl.exp2(row_max - shift)
+            probs = tl.exp2(scores - shift[:, None])
+            row_sum = row_sum * decay + tl.sum(probs, 1)
+            row_max = new_max
+            v = tl.load(
+                row_pointers(v_base, v_offset, offs_dv, KV_VECTOR),
+                mask=in_part[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
+                other=0.0,
+            )
+            weights = probs.to(v.dtype)
+            if WIDEN:
+                weights = weights.to(tl.float32)
+                v = v.to(tl.float32)
+            acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
+            if BLOCK_DV_TAIL:
+                v_tail = tl.load(
+                    row_pointers(v_base, v_offset, offs_dv_tail, KV_VECTOR),
+                    mask=in_part[:, None] & (offs_dv_tail < HEAD_DIM_V)[None, :],
+                    other=0.0,
+                )
+                if WIDEN:
+                    v_tail = v_tail.to(tl.float32)
+                acc_tail = tl.dot(weights, v_tail, acc_tail * decay[:, None], input_precision="ieee")
+
+        # Leave the result, or a partial for the merge.
+        has_keys = row_sum > 0
+        lse = tl.where(has_keys, row_max * LN2 + tl.log(tl.where(has_keys, row_sum, 1.0)), float("-inf"))
+        if (parts == 1) & (offset == 0):
+            denominator = row_sum
+            if sinks_ptr is not None:
+                sink = tl.load(sinks_ptr + head, mask=row_live, other=float("-inf")).to(tl.float32) * LOG2E
+                denominator += tl.where(has_keys, tl.exp2(sink - finite_or_zero(row_max)), 0.0)
+            inverse = 1.0 / tl.where(has_keys, denominator, 1.0)
+            out_offset = (
+                b.to(tl.int64) * stride_out_batch
+                + (q_first + token).to(tl.int64) * stride_out_token
+                + head.to(tl.int64) * stride_out_head
+            )
+            out_type = out_ptr.dtype.element_ty
             tl.store(
-                row_pointers(out_ptr, out_offset, offs_dv_tail, Q_VECTOR),
-                (acc_tail * inverse[:, None]).to(out_type),
-                mask=row_live[:, None] & (offs_dv_tail < HEAD_DIM_V)[None, :],
+                row_pointers(out_ptr, out_offset, offs_dv, Q_VECTOR),
+                (acc * inverse[:, None]).to(out_type),
+                mask=row_live[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
             )
-        if HAS_LSE:
-            lse_offset = (
-                b.to(tl.int64) * stride_lse_batch
-                + (q_first + token).to(tl.int64) * stride_lse_token
-                + head.to(tl.int64) * stride_lse_head
-            )
-            tl.store(lse_ptr + lse_offset, lse, mask=row_live)
-    else:
-        inverse = 1.0 / tl.where(has_keys, row_sum, 1.0)
-        partial_row = slot.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        tl.store(
-            partial_out_ptr + partial_row[:, None] * HEAD_DIM_V + offs_dv[None, :],
-            acc * inverse[:, None],
-            mask=row_live[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
-        )
-        if BLOCK_DV_TAIL:
+            if BLOCK_DV_TAIL:
+                tl.store(
+                    row_pointers(out_ptr, out_offset, offs_dv_tail, Q_VECTOR),
+                    (acc_tail * inverse[:, None]).to(out_type),
+                    mask=row_live[:, None] & (offs_dv_tail < HEAD_DIM_V)[None, :],
+                )
+            if HAS_LSE:
+                lse_offset = (
+                    b.to(tl.int64) * stride_lse_batch
+                    + (q_first + token).to(tl.int64) * stride_lse_token
+                    + head.to(tl.int64) * stride_lse_head
+                )
+                tl.store(lse_ptr + lse_offset, lse, mask=row_live)
+        elif parts > 1:
+            inverse = 1.0 / tl.where(has_keys, row_sum, 1.0)
+            if SCHEDULE == BALANCED:
+                slot = tl.where(offset == 0, shares + share_id, share_id)
+            else:
+                slot = place
+            partial_row = (slot * NUM_KV_HEADS + kv_head).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
             tl.store(
-                partial_out_ptr + partial_row[:, None] * HEAD_DIM_V + offs_dv_tail[None, :],
-                acc_tail * inverse[:, None],
-                mask=row_live[:, None] & (offs_dv_tail < HEAD_DIM_V)[None, :],
+                partial_out_ptr + partial_row[:, None] * HEAD_DIM_V + offs_dv[None, :],
+                acc * inverse[:, None],
+                mask=row_live[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
             )
-        tl.store(partial_lse_ptr + partial_row, lse, mask=row_live)
+            if BLOCK_DV_TAIL:
+                tl.store(
+                    partial_out_ptr + partial_row[:, None] * HEAD_DIM_V + offs_dv_tail[None, :],
+                    acc_tail * inverse[:, None],
+                    mask=row_live[:, None] & (offs_dv_tail < HEAD_DIM_V)[None, :],
+                )
+            tl.store(partial_lse_ptr + partial_row, lse, mask=row_live)
+        place += taken
