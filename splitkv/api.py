@@ -154,6 +154,17 @@ def _vector(align: int, *tensors: Tensor) -> int:
     return align // tensors[0].element_size()
 
 
+def _steps(name: str, strides: tuple[int, ...], vector: int) -> tuple[int, ...]:
+    """Strides in steps of `vector` elements, which the kernel takes in 32 bits."""
+    steps = tuple(stride // vector for stride in strides)
+    if max(steps) >= 2**31:
+        raise ValueError(
+            f"{name}: expected strides below {2**31 * vector} elements, given {checks.shape_text(strides)}"
+            + ("" if vector > 1 else "; rows aligned to 16 bytes may be further apart")
+        )
+    return steps
+
+
 def _query_shape(q: Tensor, qo_indptr: Tensor | None) -> tuple[int, int, int, tuple[int, int, int]]:
     """(batch, q_len, total_q, strides of batch, token and head); q_len is 0 where it varies."""
     if qo_indptr is not None:
@@ -357,6 +368,9 @@ def plan_decode(
         BLOCK_B=1 if batch <= 1 else 16 if batch <= 16 else 64 if batch <= 64 else 256,
         BLOCK_M=rows,
     )
+    kv_vector = _vector(16, kv.k, kv.v)
+    stride_k = _steps("k", where.stride_k, kv_vector)
+    stride_v = _steps("v", where.stride_v, kv_vector)
     split = Launch(
         kernel=split_decode_kernel,
         grid=(units * num_kv_heads,),
@@ -373,12 +387,12 @@ def plan_decode(
             stride_q_batch=q_strides[0],
             stride_q_token=q_strides[1],
             stride_q_head=q_strides[2],
-            stride_k_page=where.stride_k[0],
-            stride_k_token=where.stride_k[1],
-            stride_k_head=where.stride_k[2],
-            stride_v_page=where.stride_v[0],
-            stride_v_token=where.stride_v[1],
-            stride_v_head=where.stride_v[2],
+            stride_k_page=stride_k[0],
+            stride_k_token=stride_k[1],
+            stride_k_head=stride_k[2],
+            stride_v_page=stride_v[0],
+            stride_v_token=stride_v[1],
+            stride_v_head=stride_v[2],
             stride_table_row=where.stride_table_row,
             stride_tree_batch=0 if tree_mask is None else tree_mask.stride(0),
             stride_tree_row=0 if tree_mask is None else tree_mask.stride(1),
@@ -390,7 +404,8 @@ def plan_decode(
             CAUSAL=causal,
             HAS_SOFTCAP=softcap is not None,
             Q_VECTOR=_vector(16, q, out),
-            KV_VECTOR=_vector(16, kv.k, kv.v),
+            SAME_STRIDES=stride_k == stride_v,
+            KV_VECTOR=kv_vector,
             WIDEN=config.dtype == torch.bfloat16 and _interpreter.interpreting(),
             BLOCK_N=tiles.block_n,
             BLOCK_D=block_d,
@@ -406,14 +421,17 @@ def plan_decode(
     launches = [split] if q_tiles else []
     # Nothing is left to merge where every tile has one part by construction; rows past qo_indptr[-1] are the merge's.
     if ragged or not (schedule != BALANCED and parts == 1):
-        block = min(128, max(16, next_power_of_2(head_dim_v)))
+        # Most parts that one tile is likely to have: all are loaded at once where they are many.
+        likely = parts if schedule != BALANCED else units // max(q_tiles, 1) + 1
+        block_p = min(128, max(4, next_power_of_2(likely)))
+        block = min(max(16, next_power_of_2(head_dim_v)), 2048 // max(block_p, 16))
         launches.append(
             Launch(
                 kernel=merge_splits_kernel,
                 grid=(total_q, num_q_heads, cdiv(head_dim_v, block)),
                 operands=shared_operands,
                 constants=dict(
-                    RIGHT_BOUND=causal and tree_mask is None, BLOCK_P=16, BLOCK_DV=block, **shared_constants
+                    RIGHT_BOUND=causal and tree_mask is None, BLOCK_P=block_p, BLOCK_DV=block, **shared_constants
                 ),
                 num_warps=1,
                 dependent=dependent,

@@ -44,6 +44,18 @@ def stretch(low, high, offset, taken, weight, by_work):
 
 
 @triton.jit
+def wide_product(x, y):
+    """x · y in 64 bits, of two 32-bit factors: one instruction, where a product of 64-bit factors takes four."""
+    return x.to(tl.int64) * y.to(tl.int64)
+
+
+@triton.jit
+def load_page_ids(page_ids, key, high, PAGE_SIZE: tl.constexpr):
+    """The page of each key before `high`. Keys are unsigned here: dividing those by a power of two is a shift."""
+    return tl.load(page_ids + key.to(tl.uint32) // PAGE_SIZE, mask=key < high, other=0)
+
+
+@triton.jit
 def row_pointers(base, row_offset, offs, VECTOR: tl.constexpr):
     """Pointers [rows, columns] of which the host guarantees that every row starts at a multiple of VECTOR elements.
 
@@ -90,12 +102,12 @@ def split_decode_kernel(
     stride_lse_batch: tl.int64,
     stride_lse_token: tl.int64,
     stride_lse_head: tl.int64,
-    stride_k_page: tl.int64,
-    stride_k_token: tl.int64,
-    stride_k_head: tl.int64,
-    stride_v_page: tl.int64,
-    stride_v_token: tl.int64,
-    stride_v_head: tl.int64,
+    stride_k_page: tl.int32,
+    stride_k_token: tl.int32,
+    stride_k_head: tl.int32,
+    stride_v_page: tl.int32,
+    stride_v_token: tl.int32,
+    stride_v_head: tl.int32,
     stride_table_row: tl.int64,
     stride_tree_batch: tl.int64,
     stride_tree_row: tl.int64,
@@ -116,6 +128,7 @@ def split_decode_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
     Q_VECTOR: tl.constexpr,
     KV_VECTOR: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -140,7 +153,7 @@ def split_decode_kernel(
     needs no initialisation. No atomics.
 
     Widths that are no power of two are attended as a block and a tail (576 = 512 + 64), since a block must be one.
-    KV_VECTOR and Q_VECTOR are what the host guarantees of addresses, in elements; without it rows could not be copied
+    Strides of K and V count steps of KV_VECTOR elements, in 32 bits. KV_VECTOR and Q_VECTOR are what the host guarantees of addresses, in elements; without it rows could not be copied
     16 bytes at a time. WIDEN computes products in float32, for Triton's interpreter, whose bfloat16 products are wrong.
     """
     if DEPENDENT_LAUNCH:
@@ -238,28 +251,27 @@ def split_decode_kernel(
 
         # Keys and values: where the request's tokens lie.
         offs_dv = tl.arange(0, BLOCK_DV)
-        head64 = kv_head.to(tl.int64)
-        k_base = k_ptr + head64 * stride_k_head
-        v_base = v_ptr + head64 * stride_v_head
+        k_base = k_ptr + wide_product(kv_head, stride_k_head) * KV_VECTOR
+        v_base = v_ptr + wide_product(kv_head, stride_v_head) * KV_VECTOR
         if KV_KIND == PAGED or KV_KIND == CONTIGUOUS:
             row = b
             if rows_ptr is not None:
                 row = tl.load(rows_ptr + b)
-            row = row.to(tl.int64)
             if KV_KIND == CONTIGUOUS:
-                k_base += row * stride_k_page
-                v_base += row * stride_v_page
+                k_base += wide_product(row, stride_k_page) * KV_VECTOR
+                v_base += wide_product(row, stride_v_page) * KV_VECTOR
             else:
-                page_ids = table_ptr + row * stride_table_row
+                page_ids = table_ptr + row.to(tl.int64) * stride_table_row
         elif KV_KIND == CSR:
             page_ids = table_ptr + pool_first
         else:
-            k_base += pool_first.to(tl.int64) * stride_k_token
-            v_base += pool_first.to(tl.int64) * stride_v_token
+            k_base += wide_product(pool_first, stride_k_token) * KV_VECTOR
+            v_base += wide_product(pool_first, stride_v_token) * KV_VECTOR
         BY_PAGE: tl.constexpr = KV_KIND == PAGED or KV_KIND == CSR
 
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        # Sums are kept per column of a block and added up once at the end: a sum along a row crosses warps.
+        column_sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         if BLOCK_DV_TAIL:
             offs_dv_tail = BLOCK_DV + tl.arange(0, BLOCK_DV_TAIL)
@@ -270,20 +282,23 @@ def split_decode_kernel(
         if BY_PAGE:
             # Page ids travel one block ahead through the loop: loaded in the block that uses them, they would keep the
             # software pipeline from buffering more than one block of keys and values.
-            page = tl.load(page_ids + (low + offs_n) // PAGE_SIZE, mask=low + offs_n < high, other=0)
+            page = load_page_ids(page_ids, low + offs_n, high, PAGE_SIZE)
         for block in tl.range(low, high, BLOCK_N, num_stages=NUM_STAGES):
             key = block + offs_n
             in_part = key < high
             if BY_PAGE:
-                page64 = page.to(tl.int64)
-                slot_in_page = (key % PAGE_SIZE).to(tl.int64)
-                k_offset = page64 * stride_k_page + slot_in_page * stride_k_token
-                v_offset = page64 * stride_v_page + slot_in_page * stride_v_token
-                ahead = key + BLOCK_N
-                page = tl.load(page_ids + ahead // PAGE_SIZE, mask=ahead < high, other=0)
+                in_page = (key.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
+                k_offset = wide_product(page, stride_k_page) + wide_product(in_page, stride_k_token)
+                if SAME_STRIDES:
+                    v_offset = k_offset
+                else:
+                    v_offset = wide_product(page, stride_v_page) + wide_product(in_page, stride_v_token)
+                page = load_page_ids(page_ids, key + BLOCK_N, high, PAGE_SIZE)
             else:
-                k_offset = key.to(tl.int64) * stride_k_token
-                v_offset = key.to(tl.int64) * stride_v_token
+                k_offset = wide_product(key, stride_k_token)
+                v_offset = wide_product(key, stride_v_token)
+            k_offset *= KV_VECTOR
+            v_offset *= KV_VECTOR
 
             k = tl.load(
                 row_pointers(k_base, k_offset, offs_d, KV_VECTOR),
@@ -335,7 +350,7 @@ def split_decode_kernel(
             shift = finite_or_zero(new_max) if ROW_MASK else new_max
             decay = tl.exp2(row_max - shift)
             probs = tl.exp2(scores - shift[:, None])
-            row_sum = row_sum * decay + tl.sum(probs, 1)
+            column_sums = column_sums * decay[:, None] + probs
             row_max = new_max
             v = tl.load(
                 row_pointers(v_base, v_offset, offs_dv, KV_VECTOR),
@@ -358,6 +373,7 @@ def split_decode_kernel(
                 acc_tail = tl.dot(weights, v_tail, acc_tail * decay[:, None], input_precision="ieee")
 
         # Leave the result, or a partial for the merge.
+        row_sum = tl.sum(column_sums, 1)
         has_keys = row_sum > 0
         lse = tl.where(has_keys, row_max * LN2 + tl.log(tl.where(has_keys, row_sum, 1.0)), float("-inf"))
         if (parts == 1) & (offset == 0):
