@@ -11,8 +11,8 @@ from splitkv.kernels.primitives import (
     fold_partials,
     load_kv_range,
     load_q_range,
-    locate,
     part_tokens,
+    request_begin,
     request_work,
     tile_weight,
 )
@@ -107,13 +107,10 @@ def merge_splits_kernel(
         batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, shares, heaviest,
         PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, SCHEDULE, PARTS, MIN_CHUNK, SEGMENT_COST, BLOCK_B,
     )  # fmt: skip
-    if SCHEDULE != BALANCED and qo_indptr_ptr is None:
-        begin = b * tl.cdiv(q_len * GROUP_SIZE, BLOCK_M) * PARTS
-    else:
-        _, begin = locate(
-            0x7FFFFFFF, b, by_work, each, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q,
-            window_left, heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, BLOCK_B,
-        )  # fmt: skip
+    begin = request_begin(
+        b, by_work, each, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, heaviest,
+        PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, BLOCK_B,
+    )  # fmt: skip
     q_first, _ = load_q_range(b, True, qo_indptr_ptr, q_len, total_q)
     if qo_indptr_ptr is not None:
         token = row_token - q_first

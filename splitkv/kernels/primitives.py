@@ -181,7 +181,7 @@ def choose_shares(
 
 @triton.jit
 def locate(
-    position,
+    place,
     batch,
     by_work,
     each,
@@ -202,27 +202,69 @@ def locate(
     RIGHT_BOUND: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """The request at a position of the axis, and where it begins there: those that end at or before it are counted.
-
-    At position 2³¹ - 1, past any axis, (batch, the length of the axis).
-    """
-    end = 0
-    begin = 0
+    """The request at a place on the axis, and where it begins there."""
     request = 0
-    for first in range(0, batch, BLOCK_B):
-        b = first + tl.arange(0, BLOCK_B)
-        live = b < batch
-        tiles, span = request_work(
-            b, live, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
-            PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
-        )  # fmt: skip
-        lengths = tiles * tile_weight(span, by_work, each, heaviest)
-        ends = end + tl.cumsum(lengths, 0)
-        earlier = live & (ends <= position)
-        request += tl.sum(earlier.to(tl.int32), 0)
-        begin = tl.maximum(begin, tl.max(tl.where(earlier, ends, 0), 0))
-        end += tl.sum(lengths, 0)
+    begin = 0
+    if qo_indptr_ptr is None and not by_work:
+        # All requests are equally long on the axis.
+        length = tl.cdiv(q_len * GROUP_SIZE, BLOCK_M) * each
+        request = place // length
+        begin = request * length
+    else:
+        # Count the requests that end at or before the place.
+        end = 0
+        for first in range(0, batch, BLOCK_B):
+            b = first + tl.arange(0, BLOCK_B)
+            live = b < batch
+            tiles, span = request_work(
+                b, live, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
+                PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
+            )  # fmt: skip
+            lengths = tiles * tile_weight(span, by_work, each, heaviest)
+            ends = end + tl.cumsum(lengths, 0)
+            earlier = live & (ends <= place)
+            request += tl.sum(earlier.to(tl.int32), 0)
+            begin = tl.maximum(begin, tl.max(tl.where(earlier, ends, 0), 0))
+            end += tl.sum(lengths, 0)
     return request, begin
+
+
+@triton.jit
+def request_begin(
+    request,
+    by_work,
+    each,
+    lens_ptr,
+    indptr_ptr,
+    kv_start_ptr,
+    qo_indptr_ptr,
+    capacity,
+    q_len,
+    total_q,
+    window_left,
+    heaviest,
+    PAGE_SIZE: tl.constexpr,
+    KV_KIND: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    RIGHT_BOUND: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """Where a request begins on the axis: the length of all before it."""
+    begin = 0
+    if qo_indptr_ptr is None and not by_work:
+        begin = request * tl.cdiv(q_len * GROUP_SIZE, BLOCK_M) * each
+    else:
+        for first in range(0, request, BLOCK_B):
+            b = first + tl.arange(0, BLOCK_B)
+            live = b < request
+            tiles, span = request_work(
+                b, live, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
+                PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
+            )  # fmt: skip
+            begin += tl.sum(tiles * tile_weight(span, by_work, each, heaviest), 0)
+    return begin
 
 
 @triton.jit

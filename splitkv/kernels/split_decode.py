@@ -172,15 +172,10 @@ def split_decode_kernel(
     stop = tl.minimum(place + share, total)
     while place < stop:
         # Which request, tile and stretch of it lie at this place of the axis?
-        if SCHEDULE != BALANCED and qo_indptr_ptr is None:
-            length = tl.cdiv(q_len * GROUP_SIZE, BLOCK_M) * PARTS
-            b = place // length
-            begin = b * length
-        else:
-            b, begin = locate(
-                place, batch, by_work, each, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q,
-                window_left, heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, BLOCK_B,
-            )  # fmt: skip
+        b, begin = locate(
+            place, batch, by_work, each, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q,
+            window_left, heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, BLOCK_B,
+        )  # fmt: skip
         start, seq_len, pool_first = load_kv_range(
             b, True, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE, KV_KIND
         )
