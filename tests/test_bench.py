@@ -106,8 +106,8 @@ def test_cells_refuse(make: Any, words: list[str]) -> None:
 # Problems and the right answer
 
 
-def build(cell: Cell, copies: int = 2) -> problem.Problem:
-    return problem.build(cell, problem.Buffers(CPU, cell.torch_dtype), max_len=cell.longest + 50, copies=copies)
+def build(cell: Cell, device: torch.device = CPU) -> problem.Problem:
+    return problem.build(cell, problem.Buffers(device, cell.torch_dtype), max_len=cell.longest + 50, copies=2)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64, None])
@@ -178,8 +178,7 @@ def test_copies_exceed_the_l2_cache_or_the_cell_does_not_fit() -> None:
 
 @pytest.mark.parametrize("n", [1, 256, 1000, 4096 + 3])
 @pytest.mark.parametrize("programs", [1, 3, 64])
-def test_read_kernel_reads_everything_once(n: int, programs: int) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def test_read_kernel_reads_everything_once(n: int, programs: int, device: torch.device) -> None:
     x = torch.randint(-(2**18), 2**18, (n,), dtype=torch.int32).to(device)
     sink = torch.zeros(64, dtype=torch.int32, device=device)
     read_all(x, sink, block=256, programs=programs, num_stages=1, num_warps=4)
@@ -189,7 +188,7 @@ def test_read_kernel_reads_everything_once(n: int, programs: int) -> None:
 # Measuring
 
 
-def test_ours_is_checked_and_a_wrong_peer_is_found() -> None:
+def test_ours_is_checked_and_a_wrong_peer_is_found(device: torch.device) -> None:
     def wrong(made: problem.Problem) -> tuple[Any, Any]:
         out = torch.zeros_like(made.q)
         return (lambda i: None), out
@@ -202,7 +201,7 @@ def test_ours_is_checked_and_a_wrong_peer_is_found() -> None:
 
     told: list[str] = []
     crowd = peers.Peers({"wrong": wrong, "absent": absent, "broken": broken})
-    session = run.Session([SMALL], CPU)
+    session = run.Session([SMALL], device, timed=False)
     measured = run.time_decode(SMALL, session=session, peers=crowd, tell=told.append)
     assert measured.sol_us is None
     ratio = measured.ours["scan"].error_ratio
@@ -281,11 +280,11 @@ PEERS_FILE = """
 """
 
 
-def test_peers_file(tmp_path: Path) -> None:
+def test_peers_file(tmp_path: Path, device: torch.device) -> None:
     path = tmp_path / "mine.py"
     path.write_text(textwrap.dedent(PEERS_FILE))
     crowd = peers.Peers({}, file=path)
-    measured = run.time_decode(SMALL, session=run.Session([SMALL], CPU), peers=crowd)
+    measured = run.time_decode(SMALL, session=run.Session([SMALL], device, timed=False), peers=crowd)
     assert measured.peers["reference"].error_ratio is not None
     assert measured.peers["picky"].note == "unavailable: only on Sundays"
     with pytest.raises(ValueError, match="reference"):
@@ -315,11 +314,32 @@ def test_host_time_is_counted_per_call() -> None:
     assert 0 < found.median <= found.p90
 
 
-def test_host_mode_names_everyone() -> None:
-    session = run.Session([SMALL], CPU)
+def test_host_mode_names_everyone(device: torch.device) -> None:
+    session = run.Session([SMALL], device, timed=False)
     measured = run.time_host(SMALL, session, peers.Peers({"SDPA": peers.sdpa}), calls=2, group=1)
     assert measured.times.keys() == {"ours", "SDPA"}
     assert all(0 < times["median"] <= times["p90"] for times in measured.times.values())
+
+
+@pytest.mark.gpu
+def test_times_on_a_gpu() -> None:
+    (cell,) = cells.select(["b1-4k"])
+    measured = run.time_decode(cell, peers=peers.Peers({"SDPA": peers.sdpa, "FlexAttention": peers.flex_attention}))
+    ours = measured.ours["scan"].us
+    assert measured.sol_us is not None and ours is not None, measured
+    assert 1 < measured.sol_us < ours
+    assert all(timing.us is not None and timing.us > measured.sol_us for timing in measured.peers.values()), measured
+
+
+@pytest.mark.gpu
+def test_the_limit_grows_with_the_bytes() -> None:
+    sizes = (16 * MIB, 64 * MIB, 256 * MIB)
+    limits = []
+    for nbytes in sizes:
+        copies = max(2, 512 * MIB // nbytes)
+        buffers = [torch.ones(nbytes // 4, dtype=torch.int32, device="cuda") for _ in range(copies)]
+        limits.append(timing.speed_of_light_us(buffers, budget_ms=5.0, repeats=3))
+    assert limits == sorted(limits) and limits[2] > 2 * limits[1]
 
 
 # Records
@@ -624,10 +644,10 @@ def test_workspace_takes_a_tiles_file(tmp_path: Path, device: torch.device) -> N
     wanted = dataclasses.replace(choose(target, torch.float16, 32, 32, 16), block_n=16)
     path = tmp_path / "tiles.json"
     TileTable({key: wanted}).save(path)
-    made = build(dataclasses.replace(SMALL, lens=(40, 7), dtype="float16")) if device.type == "cpu" else None
-    if made is None:
-        pytest.skip("the problem of this test lies on the CPU")
-    for tiles, block_n in ((path, 16), (str(path), 16), (TileTable.load(path), 16), (None, 32)):
+    made = build(dataclasses.replace(SMALL, lens=(40, 7), dtype="float16"), device)
+    built_in = choose(target, torch.float16, 32, 32, 16).block_n
+    assert built_in != 16
+    for tiles, block_n in ((path, 16), (str(path), 16), (TileTable.load(path), 16), (None, built_in)):
         workspace = splitkv.Workspace.allocate(config, device, tiles=tiles)
         plan = splitkv.api.plan_decode(made.q, made.views[0], workspace)
         assert plan.launches[0].constants["BLOCK_N"] == block_n
@@ -645,11 +665,13 @@ def test_candidates_fit_and_start_with_the_built_in_choice() -> None:
         tune.candidates(H200, key, {"blocks": [1]})
 
 
-def test_sweep_takes_the_fastest_right_candidate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_sweep_takes_the_fastest_right_candidate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: torch.device
+) -> None:
     """Times are invented by tile size; answers are real."""
     tiny = dataclasses.replace(SMALL, lens=(20,), num_q_heads=1, num_kv_heads=1, head_dim=16)
     small = [tiny, dataclasses.replace(tiny, name="other", lens=(9,))]
-    session = run.Session(small, CPU)
+    session = run.Session(small, device, timed=False)
     session.timed = True
     current: list[Tiles] = []
     make = session.workspace
@@ -664,7 +686,7 @@ def test_sweep_takes_the_fastest_right_candidate(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(session, "copies", lambda cell: 2)
     tuned = tune.sweep_tiles(small, session, {"block_n": (16, 64)})
     assert tuned.tiles.block_n == 64 and not tuned.refused
-    assert {t.block_n for t in tuned.times} == {64, 32}  # 16 was left behind on the first cell
+    assert {t.block_n for t in tuned.times} == {64, tuned.built_in.block_n}  # 16 was left behind on the first cell
     path = tmp_path / "tiles.json"
     tuned.table({"gpu": "none"}).save(path)
     back = TileTable.load(path)
