@@ -303,7 +303,10 @@ def plan_decode(
     q_tiles = tile_bound(batch, total_q, group_size, rows) if ragged else batch * cdiv(q_len * group_size, rows)
     slots = min(workspace.partial_out.numel() // (rows * head_dim_v), workspace.partial_lse.numel() // rows)
     target = tile_sizes.Target.of(workspace.device)
-    tiles = tile_sizes.choose(target, config.dtype, head_dim, head_dim_v, rows)
+    measured = workspace.tiles
+    tiles = None if measured is None else measured.lookup(target.arch, config.dtype, head_dim, head_dim_v, rows)
+    if tiles is None:
+        tiles = tile_sizes.choose(target, config.dtype, head_dim, head_dim_v, rows)
     dependent = target.arch.startswith("cuda:") and int(target.arch[5:]) >= 90
     if num_splits is not None or config.split_tokens is not None:
         schedule = FIXED_TOKENS if num_splits is None else FIXED_PARTS

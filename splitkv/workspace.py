@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
 from splitkv import checks
 from splitkv.config import ALIGNMENT, Section, WorkspaceConfig
+from splitkv.tiles_io import TileTable
 
 
 def carve(buffer: Tensor, sections: tuple[Section, ...]) -> dict[str, Tensor]:
@@ -68,6 +71,7 @@ class Workspace:
         out: [max_total_q, num_q_heads, head_dim_v] of the config's dtype.
         lse: [max_total_q, num_q_heads] float32, natural log.
         device: Where they live.
+        tiles: Measured tile sizes that replace the built-in choice where they have an entry, or None.
     """
 
     partial_out: Tensor
@@ -83,16 +87,35 @@ class Workspace:
         for name, view in carve(buffer, config.sections()).items():
             setattr(self, name, view)
         self.device = buffer.device
+        self.tiles: TileTable | None = None
 
     @classmethod
-    def allocate(cls, config: WorkspaceConfig, device: torch.device | str) -> Workspace:
+    def allocate(
+        cls,
+        config: WorkspaceConfig,
+        device: torch.device | str,
+        *,
+        tiles: TileTable | str | os.PathLike[str] | None = None,
+    ) -> Workspace:
         """Make the buffers in one allocation of `config.nbytes` bytes.
 
         Call it before the KV cache takes the rest of the memory.
+
+        Args:
+            config: The capacity.
+            device: Where.
+            tiles: Measured tile sizes: the path of a file that `python -m splitkv tune` wrote, or such a table. Cases
+                that it does not list keep the built-in choice.
+
+        Raises:
+            TypeError, ValueError, FileNotFoundError: no config, or no such table.
         """
         if not isinstance(config, WorkspaceConfig):
             raise TypeError(f"config: expected a WorkspaceConfig, given {type(config).__name__}")
-        return cls(config, aligned_bytes(config.nbytes, device))
+        table = TileTable.given(tiles)
+        workspace = cls(config, aligned_bytes(config.nbytes, device))
+        workspace.tiles = table
+        return workspace
 
     @classmethod
     def from_buffer(cls, config: WorkspaceConfig, buffer: Tensor) -> Workspace:

@@ -1,0 +1,3 @@
+from splitkv.bench.cli import run
+
+raise SystemExit(run())

@@ -1,0 +1,223 @@
+"""Decode problems on a device: caches over shared memory, page tables, views, and what the right answer is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from splitkv.bench.cells import VIEW_PAGE, Cell
+from splitkv.config import cdiv
+from splitkv.kv import ContiguousKV, PagedKV
+
+L2_MULTIPLE = 4  # caches in rotation hold at least so many times the L2 cache
+DEFAULT_L2 = 64 * 2**20
+MAX_COPIES = 1024  # cells below a quarter of a megabyte stay in the L2 cache: nothing but launches is to be seen there
+REFERENCE_BYTES = 2**29  # of float64 keys at a time
+
+
+class DoesNotFit(RuntimeError):
+    """The device lacks the memory for a cell."""
+
+
+def copies_for(cache_bytes: int, l2_bytes: int, limit_bytes: int) -> int:
+    """How many caches to rotate over: two or more, together L2_MULTIPLE times the L2 cache if the memory allows it.
+
+    >>> copies_for(4 * 2**20, 50 * 2**20, 80 * 2**30), copies_for(2**32, 50 * 2**20, 80 * 2**30)
+    (50, 2)
+
+    Raises:
+        DoesNotFit: not even one cache, or so few that the L2 cache would serve them.
+    """
+    wanted = min(MAX_COPIES, max(2, cdiv(L2_MULTIPLE * l2_bytes, cache_bytes)))
+    copies = min(wanted, limit_bytes // cache_bytes)
+    if copies < 1 or copies * cache_bytes < min(2 * l2_bytes, wanted * cache_bytes):
+        raise DoesNotFit(
+            f"needs {wanted} caches of {cache_bytes / 2**30:.2f} GiB, {limit_bytes / 2**30:.2f} GiB are free"
+        )
+    return copies
+
+
+class Buffers:
+    """One stretch of memory, filled with normal variates, over which the caches of one cell after another are laid.
+
+    Args:
+        device: Where.
+        dtype: Of the variates.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.data = torch.empty(0, dtype=dtype, device=device)
+        if device.type == "cuda":
+            props = torch.cuda.get_device_properties(device)
+            self.l2_bytes = getattr(props, "L2_cache_size", 0) or DEFAULT_L2
+        else:
+            self.l2_bytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel() * self.dtype.itemsize
+
+    def limit(self) -> int:
+        """Bytes that caches may take: half of what is free, since peers keep a copy of their own."""
+        if self.device.type != "cuda":
+            return 2**30
+        torch.cuda.empty_cache()
+        return max(self.nbytes, (torch.cuda.mem_get_info(self.device)[0] + self.nbytes) // 2)
+
+    def reserve(self, nbytes: int) -> None:
+        """Grow to this size. What was laid over the memory before is no longer to be used."""
+        if nbytes <= self.nbytes:
+            return
+        # Freed first: both do not fit side by side where caches fill the device.
+        self.data = torch.empty(0, dtype=self.dtype, device=self.device)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.data = torch.empty(cdiv(nbytes, self.dtype.itemsize), dtype=self.dtype, device=self.device)
+        for part in torch.split(self.data, 2**30):
+            part.normal_()
+
+    def copies(self, cell: Cell) -> int:
+        """Caches of this cell to rotate over; raises DoesNotFit."""
+        return copies_for(cell.cache_bytes, self.l2_bytes, self.limit())
+
+
+@dataclass
+class Problem:
+    """A cell on a device, in the form that peers take, and as our views.
+
+    Attributes:
+        cell: What it is.
+        q: [batch, num_q_heads, head_dim].
+        k_caches, v_caches: One per copy, [num_pages, page_size, num_kv_heads, head_dim] each. A contiguous cell's are
+            its rows as pages of 16 in order.
+        page_table: [batch, max_pages] int32, zeros past a request's pages: some peers read there.
+        seq_lens: [batch] int32.
+        lens: The same numbers on the host.
+        views: Our view of each copy: PagedKV over these tensors, or ContiguousKV over the same memory.
+        words: [kv_bytes / 4] int32 of each copy's memory: what the limit of the memory is measured on.
+    """
+
+    cell: Cell
+    q: Tensor
+    k_caches: list[Tensor]
+    v_caches: list[Tensor]
+    page_table: Tensor
+    seq_lens: Tensor
+    lens: list[int]
+    views: list[PagedKV | ContiguousKV]
+    words: list[Tensor]
+
+    @property
+    def copies(self) -> int:
+        return len(self.k_caches)
+
+
+def build(cell: Cell, buffers: Buffers, *, max_len: int, copies: int, seed: int = 0) -> Problem:
+    """Lay a cell's caches over the buffers and place its pages at random.
+
+    Args:
+        cell: What to build.
+        buffers: Memory; grown where too small.
+        max_len: Tokens per request that the page table has columns for, ≥ the cell's longest.
+        copies: Caches to rotate over.
+        seed: Of queries and page places.
+    """
+    if max_len < cell.longest:
+        raise ValueError(f"max_len: expected at least {cell.longest} (the longest request), given {max_len}")
+    buffers.reserve(copies * cell.cache_bytes)
+    device, dtype = buffers.device, cell.torch_dtype
+    if dtype != buffers.dtype:
+        raise TypeError(f"buffers: expected {dtype}, given {buffers.dtype}")
+    generator = torch.Generator(device).manual_seed(seed)
+    q = torch.randn(cell.batch, cell.num_q_heads, cell.head_dim, dtype=dtype, device=device, generator=generator)
+    seq_lens = torch.tensor(cell.lens, dtype=torch.int32, device=device)
+    page_size = cell.page_size or VIEW_PAGE
+    shape = (cell.num_pages, page_size, cell.num_kv_heads, cell.head_dim)
+    half = math.prod(shape)
+
+    if cell.page_size is None:
+        places = torch.arange(cell.num_pages, dtype=torch.int32, device=device)
+        counts = [cell.max_len // VIEW_PAGE] * cell.batch
+    else:
+        places = torch.randperm(cell.num_pages, device=device, generator=generator).to(torch.int32)
+        counts = [cdiv(length, page_size) for length in cell.lens]
+    page_table = torch.zeros(cell.batch, cdiv(max_len, page_size), dtype=torch.int32, device=device)
+    for b, pages in enumerate(torch.split(places, counts)):
+        page_table[b, : len(pages)] = pages
+
+    k_caches, v_caches, words = [], [], []
+    views: list[PagedKV | ContiguousKV] = []
+    for copy in range(copies):
+        both = buffers.data[2 * half * copy : 2 * half * (copy + 1)]
+        k, v = both[:half].view(shape), both[half:].view(shape)
+        k_caches.append(k)
+        v_caches.append(v)
+        words.append(both.view(torch.int32)[: cell.kv_bytes // 4])
+        if cell.page_size is None:
+            rows = (cell.batch, cell.max_len, cell.num_kv_heads, cell.head_dim)
+            views.append(ContiguousKV(k.view(rows), v.view(rows), seq_lens, len_hint=cell.mean_len))
+        else:
+            views.append(PagedKV(k, v, page_table, seq_lens, len_hint=cell.mean_len))
+    return Problem(cell, q, k_caches, v_caches, page_table, seq_lens, list(cell.lens), views, words)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The right answer, and how far from it a right computation in the problem's dtype may be.
+
+    Attributes:
+        out: [batch, num_q_heads, head_dim] float64.
+        norm_budget: Of ‖error‖₂ / ‖out‖₂.
+        largest_budget: Of the largest |error|.
+    """
+
+    out: Tensor
+    norm_budget: float
+    largest_budget: float
+
+    def error_ratio(self, out: Tensor) -> float:
+        """Error as a fraction of the budget, the larger of both measures; above 1 is wrong, NaN is infinitely so."""
+        error = out.reshape(self.out.shape).double() - self.out
+        norm = (error.norm() / self.out.norm()).item() / self.norm_budget
+        largest = error.abs().max().item() / self.largest_budget
+        ratio = max(norm, largest)
+        return ratio if math.isfinite(norm) and math.isfinite(largest) else math.inf
+
+
+def expect(problem: Problem, copy: int) -> Expected:
+    """Compute the answer over one copy in float64 on the problem's own device, a request and some heads at a time.
+
+    The budget is twice the error that the same computation has in PyTorch with operands of the problem's dtype and a
+    float32 softmax, plus two units in the last place of that dtype at the output's largest magnitude.
+    """
+    cell, device, dtype = problem.cell, problem.q.device, problem.q.dtype
+    group, scale = cell.num_q_heads // cell.num_kv_heads, cell.head_dim**-0.5
+    page_size = problem.k_caches[copy].shape[1]
+    right = torch.empty(problem.q.shape, dtype=torch.float64, device=device)
+    plain = torch.empty_like(problem.q)
+    for b, length in enumerate(problem.lens):
+        pages = problem.page_table[b, : cdiv(length, page_size)].long()
+        keys = problem.k_caches[copy][pages].flatten(0, 1)[:length].transpose(0, 1)  # [heads, length, head_dim]
+        values = problem.v_caches[copy][pages].flatten(0, 1)[:length].transpose(0, 1)
+        queries = problem.q[b].view(cell.num_kv_heads, group, cell.head_dim)
+        step = max(1, REFERENCE_BYTES // (length * cell.head_dim * 8))
+        for first in range(0, cell.num_kv_heads, step):
+            heads = slice(first, first + step)
+            rows = slice(first * group, (first + step) * group)
+            q, k, v = queries[heads], keys[heads], values[heads]
+            weights = torch.softmax(q.double() @ k.double().transpose(1, 2) * scale, dim=-1)
+            right[b, rows] = (weights @ v.double()).flatten(0, 1)
+            weights = torch.softmax((q @ k.transpose(1, 2)).float() * scale, dim=-1)
+            plain[b, rows] = (weights.to(dtype) @ v).flatten(0, 1)
+    error = plain.double() - right
+    top = right.abs().max().item()
+    two_ulps = 2 * torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(top))
+    return Expected(
+        out=right,
+        norm_budget=2 * (error.norm() / right.norm()).item() + two_ulps / top,
+        largest_budget=2 * error.abs().max().item() + two_ulps,
+    )

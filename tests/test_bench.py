@@ -1,0 +1,707 @@
+"""The bench without a GPU: its cells, problems, peers, records, tables, plots, options and tile files."""
+
+import dataclasses
+import json
+import math
+import struct
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import splitkv
+from splitkv.bench import cells, cli, peers, plot, problem, record, run, table, timing, tune
+from splitkv.bench.cells import GRID, Cell
+from splitkv.bench.record import Figures, HostMeasured, Measured, Record, Timing
+from splitkv.kernels.read import read_all
+from splitkv.tiles import Target, Tiles, choose
+from splitkv.tiles_io import TileKey, TileTable
+
+MIB = 2**20
+CPU = torch.device("cpu")
+SMALL = Cell("small", (40, 7, 23), num_q_heads=4, num_kv_heads=2, head_dim=32)
+H200 = Target("cuda:90", num_sms=132, shared_memory=232448, sm_shared_memory=233472)
+
+
+# Cells
+
+
+@pytest.mark.parametrize(
+    ("name", "mib"),
+    [
+        ("b1-1k", 4),
+        ("b1-4k", 16),
+        ("b1-32k", 128),
+        ("b1-128k", 512),
+        ("b8-4k", 128),
+        ("b32-4k", 512),
+        ("b64-512", 128),
+        ("b128-1k", 512),
+        ("b256-4k", 4096),
+        ("skew", 764),
+        ("ragged64", 723),
+        ("tp8-b32-8k", 128),
+        ("mha-b16-4k", 1024),
+        ("q32b-b16-8k", 512),
+    ],
+)
+def test_grid_reads_as_many_bytes_as_it_says(name: str, mib: int) -> None:
+    (cell,) = cells.select([name])
+    assert cell.kv_bytes // MIB == mib
+    assert cell.kv_bytes == sum(cell.lens) * cell.num_kv_heads * cell.head_dim * 2 * 2
+
+
+def test_grid_has_fourteen_names() -> None:
+    assert len({cell.name for cell in GRID}) == len(GRID) == 14
+
+
+def test_ragged64_is_the_drawn_lengths() -> None:
+    drawn = (torch.randn(64, generator=torch.Generator().manual_seed(7)) + 7.6).exp().clamp(1, 32768)
+    assert cells.RAGGED64 == tuple(int(x) for x in drawn)
+
+
+def test_capacity_tells_nothing_about_a_cell() -> None:
+    assert len({cells.capacity([cell]) for cell in GRID}) == 1
+    assert cells.capacity([Cell("huge", (200_000,) * 300)]) == (300, 200_000)
+
+
+def test_pages_and_cache_bytes() -> None:
+    lens = (17, 16, 1)
+    assert Cell("a", lens).num_pages == 4
+    assert Cell("a", lens, page_size=1).num_pages == 34
+    contiguous = Cell("a", lens, page_size=None)
+    assert (contiguous.max_len, contiguous.num_pages) == (32, 6)
+    assert contiguous.cache_bytes == 3 * 32 * contiguous.token_bytes
+    assert contiguous.kv_bytes == Cell("a", lens).kv_bytes
+
+
+@pytest.mark.parametrize("cell", GRID, ids=lambda cell: cell.name)
+def test_shrunk_keeps_the_kind(cell: Cell) -> None:
+    small = cell.shrunk()
+    assert small.even == cell.even
+    assert small.num_q_heads // small.num_kv_heads == cell.num_q_heads // cell.num_kv_heads
+    assert small.batch <= 3 and small.longest <= 96
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: cells.select(["b1-2k"]), ["cells", "b1-1k", "'b1-2k'"]),
+        (lambda: cells.custom(3, [1, 2]), ["lens", "3", "2"]),
+        (lambda: cells.custom(0, [4]), ["batch", "≥ 1", "0"]),
+        (lambda: Cell("x", ()), ["lens", "none"]),
+        (lambda: Cell("x", (0,)), ["lens", "0"]),
+        (lambda: Cell("x", (4,), num_q_heads=7, num_kv_heads=2), ["num_q_heads", "2", "7"]),
+        (lambda: Cell("x", (4,), dtype="float8"), ["dtype", "float8"]),
+    ],
+)
+def test_cells_refuse(make: Any, words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        make()
+    assert all(word in str(error.value) for word in words)
+
+
+# Problems and the right answer
+
+
+def build(cell: Cell, device: torch.device = CPU) -> problem.Problem:
+    return problem.build(cell, problem.Buffers(device, cell.torch_dtype), max_len=cell.longest + 50, copies=2)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, None])
+def test_expected_answer_is_the_reference(page_size: int | None) -> None:
+    made = build(dataclasses.replace(SMALL, page_size=page_size))
+    for copy in range(2):
+        expected = problem.expect(made, copy)
+        right = splitkv.reference.decode(made.q, made.views[copy], dtype=torch.float64)
+        torch.testing.assert_close(expected.out, right, rtol=1e-12, atol=1e-12)
+    assert not torch.equal(made.k_caches[0], made.k_caches[1])
+
+
+def test_expected_answer_in_chunks_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = build(dataclasses.replace(SMALL, num_q_heads=6, num_kv_heads=3))
+    whole = problem.expect(made, 0)
+    monkeypatch.setattr(problem, "REFERENCE_BYTES", 1)
+    chunked = problem.expect(made, 0)
+    torch.testing.assert_close(chunked.out, whole.out, rtol=1e-12, atol=1e-12)
+
+
+def test_error_ratio_tells_right_from_wrong() -> None:
+    made = build(SMALL)
+    expected = problem.expect(made, 0)
+    right = splitkv.reference.decode(made.q, made.views[0])
+    assert expected.error_ratio(right) < 1
+    assert expected.error_ratio(splitkv.reference.decode(made.q, made.views[1])) > 10
+    one_off = right.clone()
+    one_off[1, 2, 3] += 0.5
+    assert expected.error_ratio(one_off) > 1
+    one_off[1, 2, 3] = math.nan
+    assert expected.error_ratio(one_off) == math.inf
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_pages_are_placed_apart_and_at_random(page_size: int) -> None:
+    cell = dataclasses.replace(SMALL, lens=(400, 33), page_size=page_size)
+    made = build(cell)
+    live = [made.page_table[b, : -(-length // page_size)] for b, length in enumerate(cell.lens)]
+    pages = torch.cat(live)
+    assert sorted(pages.tolist()) == list(range(cell.num_pages))
+    assert pages.tolist() != sorted(pages.tolist())
+    assert made.page_table.shape == (2, -(-450 // page_size))
+
+
+def test_the_limit_reads_as_many_bytes_as_the_cell() -> None:
+    for cell in (SMALL, dataclasses.replace(SMALL, page_size=None), dataclasses.replace(SMALL, dtype="float32")):
+        made = build(cell)
+        assert [words.numel() * 4 for words in made.words] == [cell.kv_bytes] * 2
+        assert len({words.data_ptr() for words in made.words}) == 2
+
+
+def test_problem_refuses_a_table_that_is_too_narrow() -> None:
+    with pytest.raises(ValueError, match=r"max_len: expected at least 40 .* given 39"):
+        problem.build(SMALL, problem.Buffers(CPU, torch.bfloat16), max_len=39, copies=1)
+
+
+def test_copies_exceed_the_l2_cache_or_the_cell_does_not_fit() -> None:
+    l2 = 50 * MIB
+    for cache in (4 * MIB, 16 * MIB, 128 * MIB, 4096 * MIB):
+        assert problem.copies_for(cache, l2, 2**40) * cache >= 4 * l2
+        assert problem.copies_for(cache, l2, 2**40) >= 2
+    assert problem.copies_for(4096 * MIB, l2, 5000 * MIB) == 1
+    with pytest.raises(problem.DoesNotFit, match=r"4\.00 GiB"):
+        problem.copies_for(4096 * MIB, l2, 4000 * MIB)
+    with pytest.raises(problem.DoesNotFit):
+        problem.copies_for(16 * MIB, l2, 64 * MIB)
+
+
+@pytest.mark.parametrize("n", [1, 256, 1000, 4096 + 3])
+@pytest.mark.parametrize("programs", [1, 3, 64])
+def test_read_kernel_reads_everything_once(n: int, programs: int, device: torch.device) -> None:
+    x = torch.randint(-(2**18), 2**18, (n,), dtype=torch.int32).to(device)
+    sink = torch.zeros(64, dtype=torch.int32, device=device)
+    read_all(x, sink, block=256, programs=programs, num_stages=1, num_warps=4)
+    assert sink.sum().item() == x.sum().item()
+
+
+# Measuring
+
+
+def test_ours_is_checked_and_a_wrong_peer_is_found(device: torch.device) -> None:
+    def wrong(made: problem.Problem) -> tuple[Any, Any]:
+        out = torch.zeros_like(made.q)
+        return (lambda i: None), out
+
+    def absent(made: problem.Problem) -> tuple[Any, Any]:
+        raise peers.Unavailable("not here")
+
+    def broken(made: problem.Problem) -> tuple[Any, Any]:
+        raise KeyError("nobody knows")
+
+    told: list[str] = []
+    crowd = peers.Peers({"wrong": wrong, "absent": absent, "broken": broken})
+    session = run.Session([SMALL], device, timed=False)
+    measured = run.time_decode(SMALL, session=session, peers=crowd, tell=told.append)
+    assert measured.sol_us is None
+    ratio = measured.ours["scan"].error_ratio
+    assert ratio is not None and 0 < ratio < 1
+    assert measured.peers["wrong"].note == "wrong answer"
+    assert measured.peers["absent"].note == "unavailable: not here"
+    assert measured.peers["broken"].note.startswith("failed: KeyError")
+    assert len(told) == run.steps([SMALL], crowd)
+
+
+def test_a_wrong_answer_shows_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = build(SMALL)
+    expected = problem.expect(made, 1)
+    session = run.Session([SMALL], CPU)
+    session.timed = True
+    monkeypatch.setattr(session, "time", lambda launch, copies: 5.0)
+    right = splitkv.reference.decode(made.q, made.views[1])
+
+    def answering(*answers: torch.Tensor) -> Any:
+        """A peer whose first launch and whose timed launches leave these answers."""
+
+        def prepare(made: problem.Problem) -> tuple[Any, Any]:
+            queue, out = list(answers), torch.empty_like(right)
+            monkeypatch.setattr(session, "time", lambda launch, copies: (launch(1), 5.0)[1])
+            return (lambda i: out.copy_(queue.pop(0))), out
+
+        return prepare
+
+    good = run.measure(answering(right, right), made, expected, session)
+    assert good.us == 5.0 and good.error_ratio is not None and good.error_ratio < 1
+    bad = run.measure(answering(right + 1, right), made, expected, session)
+    assert bad.us is None and bad.note == "wrong answer"
+    under_replay = run.measure(answering(right, right + 1), made, expected, session)
+    assert under_replay.us is None and under_replay.note == "wrong answer under graph replay"
+
+
+@pytest.mark.parametrize("page_size", [16, 64, None])
+def test_peers_of_pytorch_are_right(page_size: int | None) -> None:
+    cell = dataclasses.replace(SMALL, lens=(40, 7, 40, 128), page_size=page_size)
+    made = build(cell)
+    expected = problem.expect(made, 1)
+    for name in ("SDPA", "FlexAttention"):
+        launch, out = peers.BUILT_IN[name](made)
+        launch(0)
+        assert expected.error_ratio(peers.result_of(out)) > 1
+        launch(1)
+        assert expected.error_ratio(peers.result_of(out)) < 1, name
+
+
+def test_peers_of_packages_say_that_they_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str) -> Any:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(peers.importlib, "import_module", nothing)
+    made = build(SMALL)
+    for name in peers.NEEDS:
+        with pytest.raises(peers.Unavailable, match="not installed"):
+            peers.BUILT_IN[name](made)
+
+
+PEERS_FILE = """
+    import torch
+    import splitkv
+
+    class Unavailable(RuntimeError):
+        pass
+
+    def reference(problem):
+        out = torch.empty_like(problem.q)
+        return (lambda i: out.copy_(splitkv.reference.decode(problem.q, problem.views[i]))), out
+
+    def picky(problem):
+        raise Unavailable("only on Sundays")
+
+    PEERS = {"reference": reference, "picky": picky}
+"""
+
+
+def test_peers_file(tmp_path: Path, device: torch.device) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(textwrap.dedent(PEERS_FILE))
+    crowd = peers.Peers({}, file=path)
+    measured = run.time_decode(SMALL, session=run.Session([SMALL], device, timed=False), peers=crowd)
+    assert measured.peers["reference"].error_ratio is not None
+    assert measured.peers["picky"].note == "unavailable: only on Sundays"
+    with pytest.raises(ValueError, match="reference"):
+        peers.Peers({"reference": peers.sdpa}, file=path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("PEERS = [1]\nUnavailable = ValueError", "PEERS"), ("PEERS = {}", "Unavailable"), (None, "Python file")],
+)
+def test_peers_file_that_offers_nothing(tmp_path: Path, text: str | None, words: str) -> None:
+    path = tmp_path / "bad.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=words):
+        peers.load(path)
+
+
+def test_host_time_is_counted_per_call() -> None:
+    calls: list[int] = []
+    waits: list[int] = []
+    found = timing.host_time_us(
+        calls.append, lambda: None, lambda: waits.append(len(calls)), calls=64, group=32, queue=4
+    )
+    assert len(calls) == 96  # one group is not timed
+    assert waits[1:9] == list(range(4, 36, 4))
+    assert 0 < found.median <= found.p90
+
+
+def test_host_mode_names_everyone(device: torch.device) -> None:
+    session = run.Session([SMALL], device, timed=False)
+    measured = run.time_host(SMALL, session, peers.Peers({"SDPA": peers.sdpa}), calls=2, group=1)
+    assert measured.times.keys() == {"ours", "SDPA"}
+    assert all(0 < times["median"] <= times["p90"] for times in measured.times.values())
+
+
+@pytest.mark.gpu
+def test_times_on_a_gpu() -> None:
+    (cell,) = cells.select(["b1-4k"])
+    measured = run.time_decode(cell, peers=peers.Peers({"SDPA": peers.sdpa, "FlexAttention": peers.flex_attention}))
+    ours = measured.ours["scan"].us
+    assert measured.sol_us is not None and ours is not None, measured
+    assert 1 < measured.sol_us < ours
+    assert all(timing.us is not None and timing.us > measured.sol_us for timing in measured.peers.values()), measured
+
+
+@pytest.mark.gpu
+def test_the_limit_grows_with_the_bytes() -> None:
+    sizes = (16 * MIB, 64 * MIB, 256 * MIB)
+    limits = []
+    for nbytes in sizes:
+        copies = max(2, 512 * MIB // nbytes)
+        buffers = [torch.ones(nbytes // 4, dtype=torch.int32, device="cuda") for _ in range(copies)]
+        limits.append(timing.speed_of_light_us(buffers, budget_ms=5.0, repeats=3))
+    assert limits == sorted(limits) and limits[2] > 2 * limits[1]
+
+
+# Records
+
+
+RUN = {
+    "date": "2026-01-02T03:04:05+00:00",
+    "commit": "0123456789abcdef",
+    "uncommitted_changes": False,
+    "gpu": "NVIDIA H200",
+    "versions": {"torch": "2.11", "triton": "3.6"},
+    "method": timing.METHOD,
+}
+
+
+def measured_grid() -> Record:
+    """Invented times in the grid's own shape: arithmetic, not measurements."""
+    found = []
+    for i, cell in enumerate(GRID):
+        limit = 1.5 + cell.kv_bytes / 4.5e6
+        found.append(
+            Measured(
+                cell,
+                copies=2,
+                sol_us=limit,
+                ours={"scan": Timing(limit * 1.2, 0.5)},
+                peers={
+                    "SDPA": Timing(limit * (1.1 if i == 0 else 1.5), 0.4),
+                    "FlexAttention": Timing(None, None, "out of memory"),
+                },
+            )
+        )
+    return Record([dict(RUN)], found, [HostMeasured(GRID[0], 0, {"ours": {"median": 20.0, "p90": 25.0}})])
+
+
+def test_record_round_trip(tmp_path: Path) -> None:
+    made = measured_grid()
+    made.cells[3].ours["scan"] = Timing(None, math.inf, "wrong answer")
+    path = tmp_path / "record.json"
+    made.save(path)
+    back = Record.load(path)
+    assert back.cells[3].ours["scan"].note == "wrong answer"
+    ratio = back.cells[3].ours["scan"].error_ratio
+    assert ratio is not None and ratio > 1e20
+    made.cells[3] = back.cells[3]
+    assert back == made
+    entry = json.loads(path.read_text())["cells"][4]
+    assert entry["cell"]["lens"] == [[8, 4096]] and entry["cell"]["kv_bytes"] == 128 * MIB
+    assert [p.name for p in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_merging_replaces_what_was_measured_again() -> None:
+    old = measured_grid()
+    again = Measured(GRID[0], sol_us=3.0, ours={"scan": Timing(6.0, 0.1)})
+    other_page = Measured(dataclasses.replace(GRID[0], page_size=1), sol_us=3.0)
+    split = Measured(GRID[0], split_tokens=256, sol_us=3.0)
+    newer = Record([{**RUN, "date": "later"}], [again, other_page, split])
+    both = old.merged(newer)
+    assert len(both.cells) == 14 + 2
+    (first,) = [m for m in both.cells if m.label == "b1-1k"]
+    assert first.sol_us == 3.0 and both.runs[first.run]["date"] == "later"
+    assert {m.label for m in both.cells} >= {"b1-1k, page 1", "b1-1k, split 256"}
+    elsewhere = Record([{**RUN, "gpu": "another"}], [again])
+    assert len(old.merged(elsewhere).cells) == 15
+
+
+def test_merging_drops_runs_that_nothing_refers_to() -> None:
+    old = Record([{**RUN, "date": "old"}], [Measured(GRID[0])])
+    both = old.merged(Record([{**RUN, "date": "new"}], [Measured(GRID[0])]))
+    assert [r["date"] for r in both.runs] == ["new"] and both.cells[0].run == 0
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": "other"}', '{"format": "splitkv-bench/1", "cells": [{}]}'])
+def test_record_refuses_other_files(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="record"):
+        Record.load(path)
+
+
+def test_run_description_names_versions() -> None:
+    described = record.describe_run(CPU, timing.METHOD)
+    assert described["versions"]["torch"] == torch.__version__ and described["gpu"] is None
+    json.dumps(described)
+
+
+# Listed figures
+
+
+@pytest.fixture
+def figures() -> Figures:
+    if not cli.FIGURES.is_file():
+        pytest.skip("the listed figures are the repository's, and the tests run outside of it")
+    return Figures.load(cli.FIGURES)
+
+
+def test_listed_figures_are_of_the_grid(figures: Figures) -> None:
+    names = {cell.name for cell in GRID}
+    assert {f.cell for f in figures.figures} <= names
+    keys = [(f.peer, f.cell, f.page_size) for f in figures.figures]
+    assert len(keys) == len(set(keys))
+
+
+def test_listed_figures_count_for_their_own_case_alone(figures: Figures) -> None:
+    (cell,) = cells.select(["b8-4k"])
+    gpu = figures.gpu
+    assert figures.for_cell(Measured(cell), gpu, GRID).keys() == {"XQA (listed)", "FlashInfer (listed)"}
+    paged = Measured(dataclasses.replace(cell, page_size=64))
+    assert figures.for_cell(paged, gpu, GRID).keys() == {"XQA (listed)"}
+    assert figures.for_cell(Measured(cell), "another", GRID) == {}
+    assert figures.for_cell(Measured(dataclasses.replace(cell, dtype="float16")), gpu, GRID) == {}
+    assert figures.for_cell(Measured(dataclasses.replace(cell, lens=(4096,) * 7)), gpu, GRID) == {}
+
+
+def test_a_measured_peer_displaces_its_listed_figure(figures: Figures) -> None:
+    made = measured_grid()
+    assert "FlashInfer (listed)" in table.rivals(made.cells[4], made, figures)
+    made.cells[4].peers["FlashInfer"] = Timing(60.0, 0.1)
+    assert "FlashInfer (listed)" not in table.rivals(made.cells[4], made, figures)
+
+
+# Tables and plots
+
+
+def test_summary_is_the_geometric_mean() -> None:
+    made = measured_grid()
+    summary = table.summarise(made)
+    assert summary.cells == 14
+    assert summary.mean == pytest.approx(((1.1 / 1.2) * (1.5 / 1.2) ** 13) ** (1 / 14))
+    assert list(summary.behind) == ["b1-1k"]
+    made.cells[2].ours["scan"] = Timing(None, 9.0, "wrong answer")
+    assert table.summarise(made).without == ("b1-32k",)
+    assert table.summarise(made).cells == 13
+
+
+def test_main_table_shows_every_column() -> None:
+    made = measured_grid()
+    made.cells[1].ours["scan"] = Timing(None, 9.0, "wrong answer")
+    shown = table.main_table(made)
+    assert all(len(row) == len(shown.header) for row in shown.rows)
+    first, second = shown.rows[:2]
+    limit = 1.5 + 4 * MIB / 4.5e6
+    assert first == (
+        "b1-1k", "4 MiB", f"{limit:.1f}", f"{limit * 1.2:.1f}", "0.83", f"{limit * 1.1:.1f} SDPA", "0.92", "0.50"
+    )  # fmt: skip
+    assert second[3] == "wrong answer" and second[4] == "–" and second[6] == "–"
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_tables_render(rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    if rich:
+        pytest.importorskip("rich")
+    monkeypatch.setattr(table, "has_rich", lambda: rich)
+    table.show_record(measured_grid())
+    text = capsys.readouterr().out
+    for cell in GRID:
+        assert cell.name in text
+    for words in ("limit ÷ ours", "geometric mean of best peer ÷ ours", "FlexAttention: out of memory", "NVIDIA H200"):
+        assert words in text
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_progress_tells(rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    if rich:
+        pytest.importorskip("rich")
+    monkeypatch.setattr(table, "has_rich", lambda: rich)
+    with table.progress(2, "work") as tell:
+        tell("one")
+        tell("two")
+    if not rich:
+        assert capsys.readouterr().err.splitlines() == ["[1/2] one", "[2/2] two"]
+
+
+def test_markdown_has_one_line_per_cell() -> None:
+    lines = table.markdown(table.main_table(measured_grid())).splitlines()
+    assert len(lines) == 2 + 14
+    assert {line.count("|") for line in lines} == {9}
+
+
+def test_plot_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.png"
+    plot.save(measured_grid(), path)
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert width > 1000 and height > 500
+
+
+def test_plot_says_what_its_axes_are() -> None:
+    pytest.importorskip("matplotlib")
+    left, right = plot.figure(measured_grid()).axes
+    assert "time ÷ limit" in left.get_xlabel() and "TB/s" in right.get_ylabel() and "tokens" in right.get_xlabel()
+    names = [text.get_text() for text in left.get_legend().get_texts()]
+    assert "splitkv" in names and "SDPA" in names
+    assert len(left.get_yticklabels()) == 14
+    with pytest.raises(ValueError, match="given none"):
+        plot.figure(Record())
+
+
+# The command line
+
+
+def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--dry-run", "--cells", "skew", "tp8-b32-8k", "--page-size", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "skew, page 4" in text and "8/1" in text and "SDPA" in text and "nothing was timed" in text
+
+
+def test_dry_run_of_own_sizes_and_splits(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--lens", "70", "5", "--q-heads", "6", "--kv-heads", "3", "--head-dim", "24", "--layout", "contiguous"]
+    assert cli.run(["--dry-run", "--no-peers", "--split-tokens", "16", "--dtype", "float32", *own]) == 0
+    assert "2x5-70, contiguous, split 16, float32" in capsys.readouterr().out
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.run([]) == 1
+    text = capsys.readouterr().err
+    assert "no GPU" in text and "--dry-run" in text
+
+
+def test_a_recorded_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    source, picture, text = (str(tmp_path / name) for name in ("r.json", "p.png", "t.md"))
+    measured_grid().save(source)
+    assert cli.run(["--from", source, "--plot", picture, "--markdown", text]) == 0
+    assert "geometric mean" in capsys.readouterr().out
+    assert Path(picture).stat().st_size > 1000
+    assert Path(text).read_text(encoding="utf-8").count("\n| b1-1k") == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--cells", "nonsense"], ["cells", "nonsense", "b1-1k"]),
+        (["--cells", "skew", "--lens", "4"], ["--cells", "--lens"]),
+        (["--batch", "4"], ["--batch", "--lens"]),
+        (["--head-dim", "64"], ["--head-dim", "--lens"]),
+        (["--lens", "1", "2", "--batch", "3"], ["lens", "3"]),
+        (["--layout", "contiguous", "--page-size", "16"], ["--page-size", "contiguous"]),
+        (["--no-peers", "--peers", "x.py"], ["--peers", "--no-peers"]),
+        (["--dry-run", "--json", "x.json"], ["--json", "--dry-run"]),
+        (["--dry-run", "--host"], ["--host", "--dry-run"]),
+        (["--from", "x.json", "--host"], ["--host", "--from"]),
+        (["--from", "missing.json"], ["missing.json"]),
+        (["--plot", "x.pdf"], ["--plot", ".png", "x.pdf"]),
+        (["--json", "no/such/folder/x.json"], ["--json", "folder"]),
+        (["--repeats", "0"], ["--repeats", "0"]),
+        (["--page-size", "0"], ["page_size", "0"]),
+    ],
+)
+def test_options_that_contradict_are_refused(
+    argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(argv) == 2
+    text = capsys.readouterr().err
+    assert all(word in text for word in words)
+
+
+# Tiles
+
+
+def test_tiles_file_round_trip(tmp_path: Path) -> None:
+    key = TileKey("cuda:90", "bfloat16", 128, 128, 16)
+    made = TileTable({key: Tiles(32, 2, 3, 4, 32)}, {key: {"measured": {"us": {"b8-4k": 39.0}}}})
+    path = tmp_path / "tiles.json"
+    made.save(path)
+    back = TileTable.load(path)
+    assert back == made
+    other = TileKey("cuda:80", "float16", 64, 64, 16)
+    both = back.merged(TileTable({other: Tiles(64, 4, 2, 2, 64), key: Tiles(64, 4, 3, 2, 64)}))
+    assert both.entries[key].block_n == 64 and other in both.entries and key not in both.about
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": "int8"}, ["dtype", "int8"]),
+        ({"rows": 0}, ["rows", "0"]),
+        ({"tiles": dataclasses.asdict(Tiles(48, 4, 1, 1, 48))}, ["block_n", "48"]),
+        ({"tiles": {"block_n": 64}}, ["num_warps"]),
+        ({"tiles": {"block_k": 64}}, ["block_k"]),
+    ],
+)  # fmt: skip
+def test_tiles_file_refuses(tmp_path: Path, change: dict[str, Any], words: list[str]) -> None:
+    path = tmp_path / "tiles.json"
+    key = TileKey("cuda:90", "bfloat16", 128, 128, 16)
+    TileTable({key: Tiles(32, 2, 3, 4, 32)}).save(path)
+    data = json.loads(path.read_text())
+    data["entries"][0].update(change)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="entry 0") as error:
+        TileTable.load(path)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_workspace_takes_a_tiles_file(tmp_path: Path, device: torch.device) -> None:
+    config = splitkv.WorkspaceConfig(2, num_q_heads=4, num_kv_heads=2, head_dim=32, dtype=torch.float16)
+    target = Target.of(device)
+    key = tune.tile_key(config, target)
+    wanted = dataclasses.replace(choose(target, torch.float16, 32, 32, 16), block_n=16)
+    path = tmp_path / "tiles.json"
+    TileTable({key: wanted}).save(path)
+    made = build(dataclasses.replace(SMALL, lens=(40, 7), dtype="float16"), device)
+    built_in = choose(target, torch.float16, 32, 32, 16).block_n
+    assert built_in != 16
+    for tiles, block_n in ((path, 16), (str(path), 16), (TileTable.load(path), 16), (None, built_in)):
+        workspace = splitkv.Workspace.allocate(config, device, tiles=tiles)
+        plan = splitkv.api.plan_decode(made.q, made.views[0], workspace)
+        assert plan.launches[0].constants["BLOCK_N"] == block_n
+    with pytest.raises(TypeError, match="tiles"):
+        splitkv.Workspace.allocate(config, device, tiles=3)  # type: ignore[arg-type]
+
+
+def test_candidates_fit_and_start_with_the_built_in_choice() -> None:
+    key = TileKey("cuda:90", "bfloat16", 128, 128, 16)
+    found = tune.candidates(H200, key, tune.SWEEP)
+    assert found[0] == choose(H200, torch.bfloat16, 128, 128, 16)
+    assert len(set(found)) == len(found) > 100
+    assert not any(t.block_n == 128 and t.num_stages == 4 for t in found)
+    with pytest.raises(ValueError, match="blocks"):
+        tune.candidates(H200, key, {"blocks": [1]})
+
+
+def test_sweep_takes_the_fastest_right_candidate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: torch.device
+) -> None:
+    """Times are invented by tile size; answers are real."""
+    tiny = dataclasses.replace(SMALL, lens=(20,), num_q_heads=1, num_kv_heads=1, head_dim=16)
+    small = [tiny, dataclasses.replace(tiny, name="other", lens=(9,))]
+    session = run.Session(small, device, timed=False)
+    session.timed = True
+    current: list[Tiles] = []
+    make = session.workspace
+
+    def workspace(cell: Cell, tiles: TileTable) -> splitkv.Workspace:
+        current[:] = tiles.entries.values()
+        return make(cell, tiles)
+
+    monkeypatch.setattr(session, "workspace", workspace)
+    monkeypatch.setattr(session, "time", lambda launch, copies: (launch(1), 100.0 / current[0].block_n)[1])
+    monkeypatch.setattr(tune, "FINALISTS", 2)
+    monkeypatch.setattr(session, "copies", lambda cell: 2)
+    tuned = tune.sweep_tiles(small, session, {"block_n": (16, 64)})
+    assert tuned.tiles.block_n == 64 and not tuned.refused
+    assert {t.block_n for t in tuned.times} == {64, tuned.built_in.block_n}  # 16 was left behind on the first cell
+    path = tmp_path / "tiles.json"
+    tuned.table({"gpu": "none"}).save(path)
+    back = TileTable.load(path)
+    assert back.entries[tuned.key] == tuned.tiles
+    assert back.about[tuned.key]["measured"]["us"] == {"small": 100 / 64, "other": 100 / 64}
+
+
+def test_tune_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--dry-run", "--cells", "skew", "--block-n", "16", "64", "--programs-per-sm", "2"]
+    assert tune.run(argv) == 0
+    assert "block_n 64" in capsys.readouterr().out
+    assert tune.run([*argv, "--json", "x.json"]) == 2
+
+
+def test_tune_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tune.run([]) == 1
+    assert "no GPU" in capsys.readouterr().err
