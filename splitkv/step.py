@@ -80,11 +80,10 @@ class StepState:
     **Threads.** A state may be made on one thread and used on another, inside inference mode or outside; its buffers
     are plain tensors always. Use it from one thread at a time. The current stream is a thread's own.
 
-    **Missing pages.** A negative entry of the page table is a page that is missing. A request that has none for a new
-    token
-    waits: its tokens get slot -1, its seq_len stays without them, and it is counted in `needs_page`. What the layers
-    compute for it meanwhile means nothing. Give it a page and the right tokens by `bind`; until then every `advance`
-    tries again. StepState keeps -1 past a row's live pages: see `page_updates` of `bind`.
+    **Missing pages.** A negative entry of the page table is a page that is missing. A request that lacks one for its
+    new tokens waits: they get slot -1, its seq_len stays without them, and it is counted in `needs_page`. What the
+    layers compute for it meanwhile means nothing. Give it the page, and its tokens again, by `bind`; until then every
+    `advance` tries to place the same tokens. StepState keeps -1 past a row's live pages: see `page_updates` of `bind`.
 
     Attributes:
         config: The `StepConfig`; below B is its max_batch_size.
