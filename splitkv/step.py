@@ -450,6 +450,7 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
         Args:
             num_new: [≤ max_batch_size] int32 or int64 on the device: tokens that each request moves on by, clamped on
                 the device to 0…its query tokens. Requests past its end do not move. None: one each.
+                The first call with counts compiles: make it before a capture.
 
         Raises:
             TypeError, ValueError: dtype, rank, size, stride or device of num_new; nothing was launched.
