@@ -5,10 +5,12 @@ buffer that a step needs is a tensor that the caller owns, sized once from a `Wo
 """
 
 from splitkv import _interpreter as _interpreter  # isort: split # first: it decides how Triton runs
-from splitkv import reference
+from splitkv import masks, reference
 from splitkv.api import decode, decode_with_lse, merge, supports
-from splitkv.config import Section, WorkspaceConfig
+from splitkv.append import append_kv, move_kv
+from splitkv.config import Section, StepConfig, WorkspaceConfig
 from splitkv.kv import ContiguousKV, PagedKV, RaggedKV
+from splitkv.step import StepState
 from splitkv.workspace import Workspace
 
 __version__ = "0.1.0"
@@ -18,11 +20,16 @@ __all__ = [
     "PagedKV",
     "RaggedKV",
     "Section",
+    "StepConfig",
+    "StepState",
     "Workspace",
     "WorkspaceConfig",
+    "append_kv",
     "decode",
     "decode_with_lse",
+    "masks",
     "merge",
+    "move_kv",
     "reference",
     "supports",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 
 import torch
@@ -20,8 +21,14 @@ __all__ = [
     "check_rank",
     "check_shape",
     "check_tensor",
+    "debugging",
     "require_int",
 ]
+
+
+def debugging() -> bool:
+    """Whether SPLITKV_DEBUG=1 asks for checks of values on the device, which read them back and so wait for it."""
+    return os.environ.get("SPLITKV_DEBUG") == "1"
 
 
 def shape_text(shape: Sequence[object]) -> str:

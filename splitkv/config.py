@@ -14,6 +14,7 @@ MAX_TILE_ROWS = 128
 MAX_HEAD_DIM = 576
 DEFAULT_MAX_SPLITS = 2048
 DEFAULT_PARTIAL_BYTES = 64 * 10**6
+MAX_COUNT = 2**30  # of requests and tokens: sums of two still fit 32 bits
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -226,3 +227,84 @@ class WorkspaceConfig:
                 cdiv(most(3), base.num_q_heads),
             ),
         )
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """Capacity of a `StepState`. Pure integers: needs no GPU and makes no tensor.
+
+    >>> config = StepConfig(max_batch_size=64)
+    >>> config.max_total_q, config.max_q_tiles, config.max_page_updates, config.nbytes
+    (64, 65, 16384, 334088)
+
+    Args:
+        max_batch_size: Most requests in one step, ≥ 1.
+        max_total_q: Most new tokens of all requests in one step. None: one per request.
+        tile_tokens: Query tokens per entry of the tile maps, ≥ 1.
+        max_mask_len: Longest mask that `StepState.decode_mask` can make; 0: none is kept.
+        max_page_updates: Most page-table updates in one bind. None: 16384, or one per request and new token where that
+            is more. Each takes 20 bytes on the device and in each staging buffer.
+
+    Defaults given as None are replaced by their values, so that every field can be read.
+
+    Raises:
+        TypeError, ValueError: a field out of range, named with what was expected and given.
+    """
+
+    max_batch_size: int
+    max_total_q: int = None  # type: ignore[assignment]
+    tile_tokens: int = 64
+    max_mask_len: int = 0
+    max_page_updates: int = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        def default(name: str, value: int) -> None:
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+        require_int("max_batch_size", self.max_batch_size, 1, MAX_COUNT)
+        default("max_total_q", self.max_batch_size)
+        require_int("max_total_q", self.max_total_q, 1, MAX_COUNT)
+        require_int("tile_tokens", self.tile_tokens, 1, MAX_COUNT)
+        require_int("max_mask_len", self.max_mask_len, 0, MAX_COUNT)
+        default("max_page_updates", max(16384, self.max_batch_size + self.max_total_q))
+        require_int("max_page_updates", self.max_page_updates, 1, MAX_COUNT)
+
+    @property
+    def max_q_tiles(self) -> int:
+        """Most tiles of tile_tokens query tokens in one step, however the tokens are spread over the requests."""
+        return self.max_batch_size + self.max_total_q // self.tile_tokens
+
+    @property
+    def staged_words(self) -> int:
+        """Most 32-bit words that one bind copies to the device."""
+        words = 4 * self.max_batch_size + 2 + 5 * self.max_page_updates
+        return align_up(words, 2) + 2 * self.max_total_q
+
+    def sections(self) -> tuple[Section, ...]:
+        """Name, shape, dtype, byte offset and size of each buffer, in the order of a single allocation."""
+        batch, tokens, tiles = self.max_batch_size, self.max_total_q, self.max_q_tiles
+        return lay_out(
+            [
+                ("input_ids", (tokens,), torch.int64),
+                ("position_ids", (tokens,), torch.int64),
+                ("req_pool_indices", (batch,), torch.int32),
+                ("seq_lens", (batch,), torch.int32),
+                ("pending", (batch,), torch.int32),
+                ("kv_indptr", (batch + 1,), torch.int32),
+                ("qo_indptr", (batch + 1,), torch.int32),
+                ("inc", (batch + 1,), torch.int32),
+                ("q_tile_to_batch", (tiles,), torch.int32),
+                ("q_tile_to_index", (tiles,), torch.int32),
+                ("out_cache_loc", (tokens,), torch.int32),
+                ("needs_page", (1,), torch.int32),
+                ("arange", (self.max_mask_len,), torch.int64),
+                ("input_mask", (batch, 1, self.max_mask_len), torch.bool),
+                ("staged", (self.staged_words,), torch.int32),
+            ]
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one allocation that holds every section."""
+        return self.sections()[-1].end

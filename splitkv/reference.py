@@ -237,3 +237,36 @@ def merge(
         out = out / (1 + torch.exp(sinks.to(compute) - top))[..., None]
         out = torch.where((lse == -math.inf)[..., None], torch.zeros_like(out), out)
     return (out, lse) if dtype is not None else (out.to(outs.dtype), lse)
+
+
+def append_kv(k_new: Tensor, v_new: Tensor, kv: Any, slots: Tensor) -> None:
+    """`splitkv.append_kv` in plain PyTorch, token by token: of several with one slot the last wins."""
+    for token, slot in enumerate(slots[: k_new.shape[0]].tolist()):
+        k_token, v_token = _token_at(kv.k, kv, slot), _token_at(kv.v, kv, slot)
+        if k_token is not None and v_token is not None:
+            k_token.copy_(k_new[token])
+            v_token.copy_(v_new[token])
+
+
+def move_kv(kv: Any, src_slots: Tensor, dst_slots: Tensor) -> None:
+    """`splitkv.move_kv` in plain PyTorch: all sources are read before anything is written."""
+    for cache in (kv.k, kv.v):
+        before = cache.clone()
+        for source, target in zip(src_slots.tolist(), dst_slots.tolist(), strict=True):
+            from_token, to_token = _token_at(before, kv, source), _token_at(cache, kv, target)
+            if from_token is not None and to_token is not None:
+                to_token.copy_(from_token)
+
+
+def _token_at(cache: Tensor, kv: Any, slot: int) -> Tensor | None:
+    """The [num_kv_heads, width] view of a slot's token, or None where the cache has no such slot."""
+    if hasattr(kv, "kv_indptr"):
+        unit_tokens = 1
+    else:
+        unit_tokens = kv.page_size if hasattr(kv, "page_size") else cache.shape[1]
+    if not 0 <= slot < cache.shape[0] * unit_tokens:
+        return None
+    unit, offset = divmod(slot, unit_tokens)
+    if hasattr(kv, "kv_indptr"):
+        return cache[unit]
+    return cache[unit, :, offset] if getattr(kv, "layout", "NHD") == "HND" else cache[unit, offset]

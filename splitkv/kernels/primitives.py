@@ -335,3 +335,27 @@ def fold_partials(
     out = acc / tl.where(denominator > 0, denominator, 1.0)
     lse_out = tl.where(total > 0, top * LN2 + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
     return out, tl.max(lse_out, 0)
+
+
+@triton.jit
+def find_request(token, indptr_ptr, batch, steps):
+    """The request that each of these query tokens belongs to; `batch` for tokens past the last.
+
+    That is the number of requests that end at or before it, found by bisection, so requests without tokens are passed over.
+    Whatever the prefix sums hold, the result is in 0…batch.
+
+    Args:
+        token: Indices of query tokens.
+        indptr_ptr: [batch + 1] int32 prefix sums.
+        batch: Requests.
+        steps: At least the bits of `batch`.
+    """
+    low = token * 0
+    high = low + batch
+    for _ in range(steps):
+        middle = (low + high) // 2
+        end = tl.load(indptr_ptr + 1 + middle, mask=low < high, other=0x7FFFFFFF)
+        ends_before = end <= token
+        low = tl.where(ends_before, middle + 1, low)
+        high = tl.where(ends_before, high, middle)
+    return low

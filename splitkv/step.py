@@ -1,0 +1,665 @@
+"""What an engine writes per step, kept on the device at fixed addresses."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import sub
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitkv import _interpreter, checks, masks
+from splitkv.config import StepConfig, align_up, cdiv, next_power_of_2, require_int
+from splitkv.kernels.launch import launch
+from splitkv.kernels.prepared import PreparedLaunch
+from splitkv.kernels.step import advance_kernel, bind_kernel, update_pages_kernel
+from splitkv.workspace import aligned_bytes, carve
+
+INT32_MAX = 2**31 - 1
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+STAGING_BUFFERS = 4
+BLOCK_T = 512
+
+HostIntegers = Sequence[int] | Tensor | Any
+"""A list, tuple, range or array of integers, a NumPy array of integers, or an integer tensor on the CPU."""
+
+
+class StagingBuffer:
+    """Host memory that one copy at a time reads, pinned where there is a GPU, and the event of that copy's end."""
+
+    def __init__(self, words: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.words, self.pinned = _host_words(words, device)
+            self.longs = self.words.view(torch.int64)
+        self.address = self.words.data_ptr()
+        self.event: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def free(self) -> bool:
+        """Whether the last copy from here has run."""
+        return self.event is None or bool(self.event.query())
+
+
+def _host_words(words: int, device: torch.device) -> tuple[Tensor, bool]:
+    if device.type == "cuda":
+        try:
+            return torch.empty(words, dtype=torch.int32, device="cpu", pin_memory=True), True
+        except RuntimeError:
+            pass  # no memory may be locked here: copies from pageable memory are staged by the driver, and as safe
+    return torch.empty(words, dtype=torch.int32, device="cpu"), False
+
+
+class StepState:
+    """Everything between "these requests run" and "call the layers", on the device and at fixed addresses.
+
+    `bind` writes a step from host numbers with one staged copy and at most two launches; `advance` makes the next
+    decode step from this one without the host. Layers read the buffers, which never move, so all but `bind` can lie
+    in a CUDA graph.
+
+    >>> import torch, splitkv
+    >>> table = torch.full((8, 4), -1, dtype=torch.int32)  # 8 rows of up to 4 pages
+    >>> step = StepState.allocate(StepConfig(max_batch_size=4), table, page_size=16, device="cpu")
+    >>> step.bind(rows=[5, 2], seq_lens=[17, 3], tokens=[101, 102], page_updates=[(5, 0, 9), (5, 1, 6), (2, 0, 4)])
+    >>> step.seq_lens, step.out_cache_loc  # token 16 of row 5 is the first of page 6
+    (tensor([17,  3,  0,  0], dtype=torch.int32), tensor([96, 66, -1, -1], dtype=torch.int32))
+    >>> step.advance()
+    >>> step.seq_lens, step.position_ids, step.out_cache_loc
+    (tensor([18,  4,  0,  0], dtype=torch.int32), tensor([17,  3,  0,  0]), tensor([97, 67, -1, -1], dtype=torch.int32))
+
+    **Streams.** Everything is enqueued on the current stream of the state's device. Call `bind`, `fill_input_ids` and
+    `advance` on the stream that runs the steps. The host may then prepare step N + 1 while N runs: its numbers lie in a
+    staging buffer of their own until the copy's turn comes, after everything of step N. On another stream the copy
+    could overwrite what step N still reads; order the streams by events where that cannot be avoided. There are four
+    staging buffers, so the host never waits for the device unless it is four copies ahead of it; the fifth waits for
+    the oldest.
+
+    **Threads.** A state may be made on one thread and used on another, inside inference mode or outside; its buffers
+    are plain tensors always. Use it from one thread at a time. The current stream is a thread's own.
+
+    **Missing pages.** A negative entry of the page table is a page that is missing. A request that lacks one for its
+    new tokens waits: they get slot -1, its seq_len stays without them, and it is counted in `needs_page`. What the
+    layers compute for it meanwhile means nothing. Give it the page, and its tokens again, by `bind`; until then every
+    `advance` tries to place the same tokens. StepState keeps -1 past a row's live pages: see `page_updates` of `bind`.
+
+    Attributes:
+        config: The `StepConfig`; below B is its max_batch_size.
+        page_table: [rows, max_pages] int32, the caller's.
+        page_size: Tokens per page.
+        device: Where all buffers live.
+        input_ids, position_ids: [max_total_q] int64, this step's tokens and their positions.
+        req_pool_indices: [B] int32, each request's row of the page table: `rows` of a cache view.
+        seq_lens: [B] int32, KV tokens of each request, the new ones included. 0 past the live requests.
+        kv_indptr, qo_indptr: [B + 1] int32, prefix sums of KV tokens (at most 2³¹ - 1) and of query tokens. Flat past
+            the live requests.
+        inc: [B + 1] int32, 0…B.
+        q_tile_to_batch, q_tile_to_index: [B + max_total_q // tile_tokens] int32, request and index within it of each
+            tile of tile_tokens query tokens; -1 past the live tiles.
+        out_cache_loc: [max_total_q] int32, cache slot of each new token, page · page_size + offset; -1 for none.
+        needs_page: [1] int32, requests that wait for a page.
+        pending: [B] int32, new tokens of each request that waits, else 0.
+        arange: [max_mask_len] int64, 0…max_mask_len - 1.
+        input_mask: [B, 1, max_mask_len] bool, what `decode_mask` writes.
+        staged: int32, where bind's copy lands.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+    pending: Tensor
+    kv_indptr: Tensor
+    qo_indptr: Tensor
+    inc: Tensor
+    q_tile_to_batch: Tensor
+    q_tile_to_index: Tensor
+    out_cache_loc: Tensor
+    needs_page: Tensor
+    arange: Tensor
+    input_mask: Tensor
+    staged: Tensor
+
+    def __init__(self, config: StepConfig, page_table: Tensor, page_size: int, buffer: Tensor) -> None:
+        """Use `allocate` or `from_buffer`."""
+        self._check(config, page_table, page_size, buffer.device)
+        self.config, self.page_table, self.page_size, self.device = config, page_table, page_size, buffer.device
+        self.max_pages = page_table.shape[1]
+        for name, view in carve(buffer, config.sections()).items():
+            setattr(self, name, view)
+        with torch.inference_mode(False):
+            for section in config.sections():
+                getattr(self, section.name).zero_()
+            for name in ("q_tile_to_batch", "q_tile_to_index", "out_cache_loc"):
+                getattr(self, name).fill_(-1)
+            torch.arange(self.inc.numel(), out=self.inc, device=self.device)
+            torch.arange(self.arange.numel(), out=self.arange, device=self.device)
+        self._staging = [StagingBuffer(config.staged_words, self.device) for _ in range(STAGING_BUFFERS)]
+        self._next_staging = 0
+        self._prepare()
+
+    @classmethod
+    def allocate(cls, config: StepConfig, page_table: Tensor, page_size: int, device: torch.device | str) -> StepState:
+        """Make the buffers in one allocation of `config.nbytes` bytes, and compile the kernels where there is a GPU.
+
+        Args:
+            config: The capacity.
+            page_table: [rows, max_pages] int32 on `device`, any row stride. Kept, not copied. Entries past what a
+                request has should be -1; `bind` keeps them so for the pages that it is given.
+            page_size: Tokens per page, ≥ 1. Page size 1 is a table of token slots; a table [rows, 1] that holds
+                0…rows - 1, with page_size = max_len, gives the slots of a contiguous cache.
+            device: Where.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what was expected and given.
+        """
+        cls._check(config, page_table, page_size, page_table.device if isinstance(page_table, Tensor) else None)
+        return cls(config, page_table, page_size, aligned_bytes(config.nbytes, device))
+
+    @classmethod
+    def from_buffer(cls, config: StepConfig, page_table: Tensor, page_size: int, buffer: Tensor) -> StepState:
+        """Lay the buffers over one caller-supplied tensor.
+
+        Args:
+            config, page_table, page_size: As for `allocate`.
+            buffer: [≥ config.nbytes] uint8, contiguous, its start aligned to 256 bytes. Its content is overwritten.
+
+        Raises:
+            TypeError, ValueError: dtype, rank, alignment, or size, naming the bytes needed and given.
+        """
+        checks.check_tensor("buffer", buffer)
+        return cls(config, page_table, page_size, buffer)
+
+    @staticmethod
+    def _check(config: object, page_table: object, page_size: object, device: torch.device | None) -> None:
+        if not isinstance(config, StepConfig):
+            raise TypeError(f"config: expected a StepConfig, given {type(config).__name__}")
+        table = checks.check_tensor("page_table", page_table)
+        checks.check_dtype("page_table", table, torch.int32)
+        checks.check_rank("page_table", table, 2)
+        if 0 in table.shape:
+            raise ValueError(f"page_table: expected no empty dimension, given shape {checks.shape_text(table.shape)}")
+        checks.check_last_stride("page_table", table)
+        checks.check_no_overlap("page_table", table)
+        require_int("page_size", page_size, 1, INT32_MAX)
+        if device is not None:
+            checks.check_device("page_table", table, device, "the state")
+            refusal = _interpreter.why_not(device.type)
+            if refusal is not None:
+                raise ValueError(f"page_table: {refusal}")
+
+    def _prepare(self) -> None:
+        config = self.config
+        common = dict(
+            table_ptr=self.page_table,
+            position_ids_ptr=self.position_ids,
+            rows_ptr=self.req_pool_indices,
+            seq_lens_ptr=self.seq_lens,
+            pending_ptr=self.pending,
+            kv_indptr_ptr=self.kv_indptr,
+            qo_indptr_ptr=self.qo_indptr,
+            out_cache_loc_ptr=self.out_cache_loc,
+            needs_page_ptr=self.needs_page,
+        )
+        block_b = min(512, max(32, next_power_of_2(config.max_batch_size)))
+        constants = dict(BLOCK_B=block_b, BLOCK_T=BLOCK_T)
+        sizes = ("page_size", "max_pages", "steps", "stride_table_row")
+        self._sizes = (
+            self.page_size,
+            self.max_pages,
+            config.max_batch_size.bit_length(),
+            self.page_table.stride(0),
+        )
+        self._update_pages = PreparedLaunch(
+            update_pages_kernel,
+            self.device,
+            dict(staged_ptr=self.staged, table_ptr=self.page_table),
+            ("updates_at", "updates", "fresh", "max_pages", "stride_table_row"),
+            dict(BLOCK=BLOCK_T),
+            num_warps=4,
+        )
+        self._bind = PreparedLaunch(
+            bind_kernel,
+            self.device,
+            dict(
+                **common,
+                staged_ptr=self.staged,
+                staged_ids_ptr=self.staged.view(torch.int64),
+                input_ids_ptr=self.input_ids,
+                tile_batch_ptr=self.q_tile_to_batch,
+                tile_index_ptr=self.q_tile_to_index,
+            ),
+            ("live", "total_q", "padded_q", "tokens_at", "max_batch", "max_total_q", "max_tiles", *sizes),
+            constants,
+            num_warps=4,
+        )
+        integers = ("counts", "max_batch", "max_total_q", *sizes)
+        # Counts are the caller's tensor, another one each time perhaps: int64 or int32, aligned or not.
+        self._advance = PreparedLaunch(
+            advance_kernel, self.device, dict(**common, num_new_ptr=None), integers, constants, num_warps=4
+        )
+        self._advance_operands = common
+        self._advance_integers = integers
+        self._advance_constants = constants
+
+    # Staging.
+
+    def _acquire(self) -> StagingBuffer:
+        """A staging buffer whose last copy has run; waits for the oldest copy only where all are in flight."""
+        for _ in self._staging:
+            buffer = self._staging[self._next_staging]
+            self._next_staging = (self._next_staging + 1) % len(self._staging)
+            if buffer.free():
+                return buffer
+        buffer = self._staging[self._next_staging]
+        self._next_staging = (self._next_staging + 1) % len(self._staging)
+        assert buffer.event is not None
+        buffer.event.synchronize()
+        return buffer
+
+    def _send(self, buffer: StagingBuffer, source: Tensor, target: Tensor) -> None:
+        target.copy_(source, non_blocking=buffer.event is not None)
+        if buffer.event is not None:
+            buffer.event.record(torch.cuda.current_stream(self.device))
+
+    def _refuse_capture(self, name: str) -> None:
+        if self.device.type != "cuda":
+            return
+        with torch.cuda.device(self.device):
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{name}: expected a stream that is not being captured (a replay would copy what the staging "
+                    "buffer holds by then), given one that is: call it before each replay instead"
+                )
+
+    # Writing a step.
+
+    def bind(
+        self,
+        rows: HostIntegers,
+        seq_lens: HostIntegers,
+        *,
+        q_lens: HostIntegers | None = None,
+        tokens: HostIntegers | None = None,
+        page_updates: Sequence[tuple[int, int, int]] | Any = None,
+        pad_to: int | None = None,
+    ) -> None:
+        """Write a step: which requests run, how long they are, and where their new tokens go.
+
+        One staged copy and one launch on the current stream, or two launches with page updates. The host does not
+        wait (see the class for streams). Everything is checked before anything is written. All buffers but input_ids
+        are written in
+        full: whatever was bound before, what lies past the live requests, tokens and tiles is padding.
+
+        >>> table = torch.arange(32, dtype=torch.int32).reshape(4, 8)
+        >>> step = StepState.allocate(StepConfig(4, max_total_q=256), table, page_size=32, device="cpu")
+        >>> step.bind([0, 1, 2], [200, 10, 130], q_lens=[70, 10, 130])  # prompts, the first one's second part
+        >>> step.qo_indptr, step.q_tile_to_batch[:6], step.q_tile_to_index[:6]
+        (tensor([  0,  70,  80, 210, 210], dtype=torch.int32), tensor([0, 0, 1, 2, 2, 2], dtype=torch.int32), \
+tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
+
+        Sequences of integers may be lists, tuples, ranges, arrays, NumPy arrays, or tensors on the CPU.
+
+        Args:
+            rows: Row of the page table of each request. No two requests with tokens share one.
+            seq_lens: KV tokens of each request, the new ones included; at most max_pages · page_size.
+            q_lens: New tokens of each request, 0 ≤ q_len ≤ seq_len. None: a decode step, one per request, in which a
+                request of length 0 is padding.
+            tokens: Ids of all new tokens, request by request. None: input_ids is left as it is.
+            page_updates: (row, column, page) triples to write into the page table: a sequence of them, or an [n, 3]
+                array or CPU tensor. Page -1 removes an entry. An update of column 0 begins its row anew: entries
+                right of the row's last column in this call become -1, so that nothing of an earlier request stays
+                reachable.
+            pad_to: Rows that the step will run with, such as a graph's batch size; at least the number of requests.
+                Where tokens are given, input_ids is 0 from the last of them up to there. None: the number of requests.
+
+        Raises:
+            TypeError, ValueError: more requests, tokens or page updates than the config has room for; a row, column,
+                length or id out of range; a slot or a sum of lengths past 32 bits; sequences of unequal length. Names
+                the argument, what was expected and given; nothing was written.
+            RuntimeError: the current stream is being captured in a graph.
+        """
+        config = self.config
+        row_words = _words("rows", rows)
+        len_words = _words("seq_lens", seq_lens)
+        live = len(row_words)
+        if live > config.max_batch_size:
+            raise ValueError(f"rows: expected at most {config.max_batch_size} (max_batch_size), given {live}")
+        if pad_to is not None:
+            require_int("pad_to", pad_to, live, config.max_batch_size)
+        _check_count("seq_lens", len_words, live)
+        _check_range("rows", row_words, 0, self.page_table.shape[0] - 1)
+        _check_range("seq_lens", len_words, 0, min(self.max_pages * self.page_size, INT32_MAX))
+        if sum(len_words) > INT32_MAX:
+            raise ValueError(f"seq_lens: expected a sum of at most {INT32_MAX}, given {sum(len_words)}")
+        if len(set(row_words)) < live:
+            _check_distinct(row_words, len_words)
+
+        # Prefix sums of query tokens and of tiles.
+        if q_lens is None:
+            qo_words = tile_words = array("i", range(live + 1))
+            total_q = live
+            if total_q > config.max_total_q:
+                raise ValueError(f"rows: expected at most {config.max_total_q} (max_total_q), given {live}")
+        else:
+            q_words = _words("q_lens", q_lens)
+            _check_count("q_lens", q_words, live)
+            _check_range("q_lens", q_words, 0, config.max_total_q)
+            total_q = sum(q_words)
+            if total_q > config.max_total_q:
+                raise ValueError(
+                    f"q_lens: expected a sum of at most {config.max_total_q} (max_total_q), given {total_q}"
+                )
+            if live and min(map(sub, len_words, q_words)) < 0:
+                b = next(b for b in range(live) if len_words[b] < q_words[b])
+                raise ValueError(
+                    f"seq_lens: expected at least q_len = {q_words[b]} in row {b} (new tokens are included), "
+                    f"given {len_words[b]}"
+                )
+            qo_words = array("i", accumulate(q_words, initial=0))
+            tile = config.tile_tokens
+            tile_words = array("i", accumulate([(q + tile - 1) // tile for q in q_words], initial=0))
+        ids = None
+        if tokens is not None:
+            ids = _Ids("tokens", tokens)
+            if ids.count != total_q:
+                raise ValueError(f"tokens: expected {total_q}, one per new token, given {ids.count}")
+        updates, update_words, fresh = 0, array("i"), 0
+        if page_updates is not None:
+            updates, update_words, fresh = self._page_updates(page_updates)
+        self._refuse_capture("bind")
+
+        # What the kernels read, one after another, and the ids at an even word.
+        words = row_words + len_words + qo_words + tile_words
+        updates_at = len(words)
+        words += update_words
+        tokens_at, end = -1, len(words)
+        buffer = self._acquire()
+        ctypes.memmove(buffer.address, words.buffer_info()[0], 4 * end)
+        if ids is not None:
+            start = align_up(end, 2)
+            tokens_at, end = start // 2, start + 2 * total_q
+            if total_q:
+                ctypes.memmove(buffer.address + 4 * start, ids.address, 8 * total_q)
+        self._send(buffer, buffer.words[:end], self.staged[:end])
+        if updates:
+            row_stride = self.page_table.stride(0)
+            programs = cdiv(updates, BLOCK_T) + fresh
+            self._update_pages(programs, updates_at, updates, fresh, self.max_pages, row_stride)
+        entries = max(config.max_total_q, config.max_q_tiles)
+        self._bind(
+            1 + cdiv(entries, BLOCK_T),
+            live,
+            total_q,
+            min(max(total_q, pad_to or 0), config.max_total_q),
+            tokens_at,
+            config.max_batch_size,
+            config.max_total_q,
+            config.max_q_tiles,
+            *self._sizes,
+        )
+
+    def _page_updates(self, page_updates: Any) -> tuple[int, array[int], int]:
+        """Number of updates, the words that say them and what to clear, and the number of rows that begin anew."""
+        columns = _triples(page_updates)
+        if columns is None:
+            return 0, array("i"), 0
+        rows, cols, pages = (_words("page_updates", column) for column in columns)
+        updates = len(rows)
+        if updates > self.config.max_page_updates:
+            raise ValueError(
+                f"page_updates: expected at most {self.config.max_page_updates} (max_page_updates), given {updates}"
+            )
+        _check_range("page_updates (rows)", rows, 0, self.page_table.shape[0] - 1)
+        _check_range("page_updates (columns)", cols, 0, self.max_pages - 1)
+        _check_range("page_updates (pages)", pages, -1, (INT32_MAX + 1) // self.page_size - 1)
+        words = rows + cols + pages
+        if updates == 1 and cols[0]:
+            return updates, words, 0
+        # Sorted by row and column, equal entries are neighbours, and a row's last column is followed by another row.
+        width = self.max_pages
+        keys = torch.frombuffer(rows, dtype=torch.int32).long() * width + torch.frombuffer(cols, dtype=torch.int32)
+        keys = keys.sort().values
+        if updates > 1 and bool((keys[1:] == keys[:-1]).any()):
+            key = int(keys[1:][keys[1:] == keys[:-1]][0])
+            raise ValueError(f"page_updates: expected one update per entry, given several of {divmod(key, width)}")
+        if min(cols):
+            return updates, words, 0
+        begins = keys[keys % width == 0]
+        last = keys[torch.searchsorted(keys, begins + width) - 1]
+        fresh = (begins // width).tolist()
+        return updates, words + array("i", fresh) + array("i", (last - begins + 1).tolist()), len(fresh)
+
+    def advance(self, num_new: Tensor | None = None) -> None:
+        """Move every live request on by one token, or by a count of its own. One launch, which a CUDA graph can hold.
+
+        Query lengths stay as bound; seq_lens and positions grow by the count, and out_cache_loc names the next slots,
+        of pages that the table has by then. input_ids is not touched: see `fill_input_ids_from_device`. Requests of
+        length 0 stay so, and requests without query tokens in this step do not move. A request whose new tokens lack
+        a page waits (see the class).
+
+        >>> table = torch.arange(8, dtype=torch.int32).reshape(2, 4)
+        >>> step = StepState.allocate(StepConfig(2, max_total_q=6), table, page_size=4, device="cpu")
+        >>> step.bind([0, 1], [9, 5], q_lens=[3, 3])  # a token and two drafts each
+        >>> step.advance(torch.tensor([3, 1], dtype=torch.int32))  # all accepted; none of the drafts
+        >>> step.seq_lens, step.position_ids
+        (tensor([12,  6], dtype=torch.int32), tensor([ 9, 10, 11,  3,  4,  5]))
+
+        Args:
+            num_new: [≤ max_batch_size] int32 or int64 on the device: tokens that each request moves on by, clamped on
+                the device to 0…its query tokens. Requests past its end do not move. None: one each.
+                The first call with counts compiles: make it before a capture.
+
+        Raises:
+            TypeError, ValueError: dtype, rank, size, stride or device of num_new; nothing was launched.
+        """
+        config = self.config
+        sizes = (config.max_batch_size, config.max_total_q, *self._sizes)
+        if num_new is None:
+            self._advance(1, 0, *sizes)
+            return
+        num_new = checks.check_tensor("num_new", num_new)
+        checks.check_dtype("num_new", num_new, torch.int32, torch.int64)
+        checks.check_rank("num_new", num_new, 1)
+        checks.check_last_stride("num_new", num_new)
+        checks.check_device("num_new", num_new, self.device, "the state")
+        counts = num_new.shape[0]
+        if counts > config.max_batch_size:
+            raise ValueError(
+                f"num_new: expected at most {config.max_batch_size} counts (max_batch_size), given {counts}"
+            )
+        launch(
+            advance_kernel,
+            (1,),
+            self.device,
+            operands=dict(
+                num_new_ptr=num_new,
+                **self._advance_operands,
+                **dict(zip(self._advance_integers, (counts, *sizes), strict=True)),
+            ),
+            constants=self._advance_constants,
+            num_warps=4,
+        )
+
+    def fill_input_ids(self, ids: HostIntegers) -> Tensor:
+        """Copy token ids from the host into input_ids, on the current stream and without waiting for it.
+
+        >>> table = torch.zeros(2, 4, dtype=torch.int32)
+        >>> step = StepState.allocate(StepConfig(2, max_total_q=6), table, page_size=4, device="cpu")
+        >>> step.fill_input_ids([5, 6, 7])
+        tensor([5, 6, 7])
+
+        Args:
+            ids: Token ids ≥ 0: a list, tuple, range or array of integers, a NumPy array, or an integer tensor on the
+                CPU.
+
+        Returns:
+            [len(ids)] int64: the first elements of input_ids, whose address never changes.
+
+        Raises:
+            TypeError: anything but integers. ValueError: more than max_total_q of them, a negative one, one past 64
+                bits, or another rank than 1. Nothing was written.
+            RuntimeError: the current stream is being captured in a graph.
+        """
+        source = _Ids("ids", ids)
+        if source.count > self.config.max_total_q:
+            raise ValueError(f"ids: expected at most {self.config.max_total_q} (max_total_q), given {source.count}")
+        view = self.input_ids[: source.count]
+        if source.count:
+            self._refuse_capture("fill_input_ids")
+            buffer = self._acquire()
+            ctypes.memmove(buffer.address, source.address, 8 * source.count)
+            self._send(buffer, buffer.longs[: source.count], view)
+        return view
+
+    def fill_input_ids_from_device(self, tokens: Tensor) -> Tensor:
+        """Copy token ids that lie on the device into input_ids. One launch, which a CUDA graph can hold.
+
+        Args:
+            tokens: [≤ max_total_q] of an integer dtype on the state's device, any stride, such as a sampler's result.
+
+        Returns:
+            [len(tokens)] int64: the first elements of input_ids, whose address never changes.
+
+        Raises:
+            TypeError, ValueError: dtype, rank, size or device; nothing was launched.
+        """
+        tokens = checks.check_tensor("tokens", tokens)
+        checks.check_dtype("tokens", tokens, *INTEGERS)
+        checks.check_rank("tokens", tokens, 1)
+        checks.check_device("tokens", tokens, self.device, "the state")
+        count = tokens.shape[0]
+        if count > self.config.max_total_q:
+            raise ValueError(f"tokens: expected at most {self.config.max_total_q} (max_total_q), given {count}")
+        view = self.input_ids[:count]
+        view.copy_(tokens)
+        return view
+
+    def decode_mask(self, position_ids: Tensor, total_len: int) -> Tensor:
+        """Which indices lie at or before each position: position ≥ index. One launch, which a CUDA graph can hold.
+
+        >>> table = torch.zeros(2, 4, dtype=torch.int32)
+        >>> step = StepState.allocate(StepConfig(2, max_mask_len=8), table, page_size=4, device="cpu")
+        >>> step.decode_mask(torch.tensor([2, 0]), total_len=4)[:, 0].int()
+        tensor([[1, 1, 1, 0],
+                [1, 0, 0, 0]], dtype=torch.int32)
+
+        Args:
+            position_ids: [batch] or [batch, 1] int64 or int32 on the state's device.
+            total_len: Indices, 0…max_mask_len.
+
+        Returns:
+            [batch, 1, total_len] bool, a view of input_mask. Its rows lie max_mask_len apart, whatever total_len is.
+
+        Raises:
+            TypeError, ValueError: batch or total_len over capacity, dtype, rank or device; nothing was launched.
+        """
+        position_ids = checks.check_tensor("position_ids", position_ids)
+        checks.check_rank("position_ids", position_ids, 1, 2)
+        batch = position_ids.shape[0]
+        if batch > self.config.max_batch_size:
+            raise ValueError(f"position_ids: expected at most {self.config.max_batch_size} rows, given {batch}")
+        require_int("total_len", total_len, 0, self.config.max_mask_len)
+        return masks.position_mask(self.input_mask[:batch, :, :total_len], position_ids)
+
+
+def _array_of(name: str, typecode: str, values: object) -> array[int]:
+    if not isinstance(values, (list, tuple, range, array)):
+        raise TypeError(
+            f"{name}: expected a list, NumPy array or CPU tensor of integers, given {type(values).__name__}"
+        )
+    try:
+        return array(typecode, values)
+    except TypeError as error:
+        raise TypeError(f"{name}: expected integers, given other elements ({error})") from None
+    except OverflowError:
+        bits = 8 * array(typecode).itemsize
+        raise ValueError(f"{name}: expected integers of {bits} bits, given one past that") from None
+
+
+def _is_numpy(values: object) -> bool:
+    numpy = sys.modules.get("numpy")  # not a dependency, and not loaded for the question
+    return numpy is not None and isinstance(values, numpy.ndarray)
+
+
+def _check_host_vector(name: str, values: Any) -> None:
+    """Raise unless this tensor or NumPy array is a vector of integers on the CPU."""
+    if isinstance(values, Tensor):
+        if values.device.type != "cpu":
+            raise ValueError(f"{name}: expected a tensor on the CPU, given one on {values.device}")
+        checks.check_dtype(name, values, *INTEGERS)
+    elif values.dtype.kind not in "iu":
+        raise TypeError(f"{name}: expected integers, given {values.dtype}")
+    if values.ndim != 1:
+        raise ValueError(f"{name}: expected 1 dimension, given shape {checks.shape_text(values.shape)}")
+
+
+def _words(name: str, values: Any) -> array[int]:
+    """Host integers as 32-bit words."""
+    if isinstance(values, Tensor) or _is_numpy(values):
+        _check_host_vector(name, values)
+        values = values.tolist()
+    return _array_of(name, "i", values)
+
+
+class _Ids:
+    """Token ids in host memory: their address, as 64-bit integers, and their number. Raises unless all are ≥ 0."""
+
+    def __init__(self, name: str, values: Any) -> None:
+        # Each branch holds on to the memory that it found the address of.
+        self.owner: Any
+        lowest: int
+        if isinstance(values, Tensor):
+            _check_host_vector(name, values)
+            self.owner = values.to(torch.int64).contiguous()
+            self.address, self.count = self.owner.data_ptr(), self.owner.numel()
+            lowest = int(self.owner.min()) if self.count else 0
+        elif _is_numpy(values):
+            _check_host_vector(name, values)
+            self.owner = values.astype("=i8", order="C", copy=not values.flags.c_contiguous)
+            self.address, self.count = self.owner.__array_interface__["data"][0], self.owner.size
+            lowest = int(self.owner.min()) if self.count else 0
+        else:
+            self.owner = _array_of(name, "q", values)
+            self.address, self.count = self.owner.buffer_info()
+            lowest = min(values) if self.count else 0
+        if lowest < 0:
+            # Unsigned ids past 63 bits have become negative too.
+            raise ValueError(f"{name}: expected ids in 0…2⁶³ - 1, given {lowest} (as a signed 64-bit integer)")
+
+
+def _triples(page_updates: Any) -> list[Any] | None:
+    """Columns of a sequence of triples or of an [n, 3] array or tensor; None where there are none."""
+    if isinstance(page_updates, Tensor) or _is_numpy(page_updates):
+        if page_updates.ndim != 2 or page_updates.shape[1] != 3:
+            raise ValueError(f"page_updates: expected shape [n, 3], given {checks.shape_text(page_updates.shape)}")
+        return [page_updates[:, i] for i in range(3)] if page_updates.shape[0] else None
+    try:
+        columns = list(zip(*page_updates, strict=True))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"page_updates: expected (row, column, page) triples ({error})") from None
+    if columns and len(columns) != 3:
+        raise ValueError(f"page_updates: expected (row, column, page) triples, given tuples of {len(columns)}")
+    return columns or None
+
+
+def _check_count(name: str, values: array[int], count: int) -> None:
+    if len(values) != count:
+        raise ValueError(f"{name}: expected {count} (one per request in rows), given {len(values)}")
+
+
+def _check_range(name: str, values: array[int], low: int, high: int) -> None:
+    if values and (min(values) < low or max(values) > high):
+        index, value = next((i, v) for i, v in enumerate(values) if not low <= v <= high)
+        raise ValueError(f"{name}: expected integers in {low}…{high}, given {value} at index {index}")
+
+
+def _check_distinct(rows: array[int], lens: array[int]) -> None:
+    seen = set()
+    for row, length in zip(rows, lens, strict=True):
+        if length and row in seen:
+            raise ValueError(f"rows: expected a row of its own for each request, given {row} twice")
+        if length:
+            seen.add(row)

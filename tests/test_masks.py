@@ -1,0 +1,190 @@
+"""Masks against the rule of the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from splitkv import masks, reference
+
+
+def expected(
+    max_len: int,
+    rows: list[tuple[int, int, int]],
+    **rules: Any,
+) -> Tensor:
+    """[total_q, max_len] for requests given as (q_len, kv_start, seq_len)."""
+    blocks = [torch.zeros(0, max_len, dtype=torch.bool)]
+    for q_len, start, seq_len in rows:
+        block = torch.zeros(q_len, max_len, dtype=torch.bool)
+        sees = reference.visible(q_len, start, seq_len, **rules)[:, :max_len]
+        block[:, : sees.shape[1]] = sees
+        blocks.append(block)
+    return torch.cat(blocks)
+
+
+def int32(values: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+requests = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20), st.integers(0, 150)), min_size=1, max_size=5)
+windows = st.one_of(st.none(), st.sampled_from([0, 1, 5, 2**31 - 1, 2**40]))
+
+
+@given(
+    rows=requests,
+    max_len=st.sampled_from([1, 7, 129, 160]),
+    causal=st.booleans(),
+    window=windows,
+    extra=st.integers(0, 3),
+)
+def test_ragged(
+    device: torch.device, rows: list[tuple[int, int, int]], max_len: int, causal: bool, window: int | None, extra: int
+) -> None:
+    q_lens = [q for q, _, _ in rows]
+    total_q = sum(q_lens)
+    indptr = int32([sum(q_lens[:b]) for b in range(len(rows) + 1)], device)
+    shape = masks.ragged_mask_shape(total_q + extra, max_len)
+    # A stretch of a wider tensor: what lies beside it is a guard.
+    wide = torch.ones(shape[0], max_len + 3, dtype=torch.bool, device=device)
+    out = masks.ragged_mask(
+        wide[:, :max_len],
+        indptr,
+        int32([s for _, _, s in rows], device),
+        causal=causal,
+        window_left=window,
+        kv_start=int32([start for _, start, _ in rows], device),
+    )
+    assert wide[:, max_len:].all()
+    assert not out[total_q:].any()
+    assert torch.equal(out[:total_q].cpu(), expected(max_len, rows, causal=causal, window_left=window))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 0, 2])
+def test_uniform(device: torch.device, causal: bool, window: int | None) -> None:
+    lens, starts = [9, 0, 3, 200], [0, 0, 2, 130]
+    out = torch.empty(masks.attention_mask_shape(4, 3, 200), dtype=torch.bool, device=device)
+    returned = masks.attention_mask(
+        out, int32(lens, device), causal=causal, window_left=window, kv_start=int32(starts, device)
+    )
+    assert returned is out
+    want = expected(200, [(3, a, b) for a, b in zip(starts, lens, strict=True)], causal=causal, window_left=window)
+    assert torch.equal(out.reshape(12, 200).cpu(), want)
+
+
+def test_validity(device: torch.device) -> None:
+    lens, starts = [0, 3, 300, -5], [0, 1, 290, 0]
+    out = torch.ones(masks.validity_mask_shape(4, 300), dtype=torch.bool, device=device)
+    masks.validity_mask(out, int32(lens, device), kv_start=int32(starts, device))
+    keys = torch.arange(300)
+    want = (keys >= torch.tensor(starts)[:, None]) & (keys < torch.tensor(lens)[:, None])
+    assert torch.equal(out.cpu(), want)
+    masks.validity_mask(out, int32(lens, device))
+    assert torch.equal(out.cpu(), keys < torch.tensor(lens)[:, None])
+
+
+def test_positions(device: torch.device) -> None:
+    positions = torch.tensor([0, 5, -1, 2**40], device=device)
+    out = torch.ones(masks.position_mask_shape(4, 9), dtype=torch.bool, device=device)
+    masks.position_mask(out, positions)
+    assert torch.equal(out[:, 0], positions[:, None] >= torch.arange(9, device=device))
+    strided = torch.stack([positions, positions * 0], dim=1)[:, :1]
+    again = torch.zeros_like(out)
+    assert torch.equal(masks.position_mask(again, strided), out)
+
+
+def test_cells_written_are_what_the_size_function_says(device: torch.device) -> None:
+    """Case 26: batch 2, context 5, 4 drafts: 2 · 4 · 9 cells; one cell less raises; a larger batch later raises."""
+    shape = masks.attention_mask_shape(2, 4, 5 + 4)
+    cells = 2 * 4 * 9
+    assert shape == (2, 4, 9)
+    lens = int32([9, 9], device)
+    buffer = torch.full((cells + 32,), 2, dtype=torch.uint8, device=device)
+    out = buffer[16 : 16 + cells].view(torch.bool).view(shape)
+    masks.attention_mask(out, lens)
+    assert (buffer[:16] == 2).all() and (buffer[16 + cells :] == 2).all()
+    assert (buffer[16 : 16 + cells] < 2).all()
+    assert torch.equal(out.reshape(8, 9).cpu(), expected(9, [(4, 0, 9)] * 2))
+
+    ragged_shape = masks.ragged_mask_shape(8, 9)
+    ragged = buffer[16 : 16 + cells].view(torch.bool).view(ragged_shape)
+    masks.ragged_mask(ragged.fill_(False), int32([0, 4, 8], device), lens)
+    assert torch.equal(ragged.cpu(), expected(9, [(4, 0, 9)] * 2))
+
+    before = buffer.clone()
+    short = buffer[16 : 16 + cells - 1].view(torch.bool)
+    for writer, arguments in (
+        (masks.attention_mask, (short, lens)),
+        (masks.ragged_mask, (short, int32([0, 4, 8], device), lens)),
+        (masks.validity_mask, (short, lens)),
+        (masks.position_mask, (short, lens)),
+    ):
+        with pytest.raises(ValueError, match="out: expected shape"):
+            writer(*arguments)
+    with pytest.raises(ValueError, match="out: expected shape"):
+        masks.position_mask(torch.empty(2, 1, 9, dtype=torch.bool, device=device), int32([1, 2, 3], device))
+    with pytest.raises(ValueError, match="seq_lens: expected at least 2 elements, given 1"):
+        masks.attention_mask(out, lens[:1])
+    with pytest.raises(ValueError, match="seq_lens: expected at least 3 elements, given 2"):
+        masks.ragged_mask(ragged, int32([0, 4, 8, 8], device), lens)
+    assert torch.equal(buffer, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"out": torch.zeros(2, 3, 8)}, TypeError, "out: expected torch.bool"),
+        (
+            {"out": torch.zeros(2, 8, 3, dtype=torch.bool).transpose(1, 2)},
+            ValueError,
+            "out: expected a last stride of 1",
+        ),
+        ({"out": torch.zeros(1, 3, 8, dtype=torch.bool).expand(2, 3, 8)}, ValueError, "out: expected memory"),
+        ({"seq_lens": torch.zeros(2, dtype=torch.int64)}, TypeError, "seq_lens: expected torch.int32"),
+        ({"kv_start": torch.zeros(1, dtype=torch.int32)}, ValueError, "kv_start: expected at least 2"),
+        ({"causal": 1}, TypeError, "causal"),
+        ({"window_left": -1}, ValueError, "window_left"),
+        ({"window_left": 1.0}, TypeError, "window_left"),
+    ],
+)
+def test_refusals(device: torch.device, change: dict[str, Any], error: type[Exception], text: str) -> None:
+    arguments: dict[str, Any] = {
+        "out": torch.zeros(2, 3, 8, dtype=torch.bool),
+        "seq_lens": torch.zeros(2, dtype=torch.int32),
+        **change,
+    }
+    if device.type != "cpu":
+        for name, value in arguments.items():
+            if isinstance(value, Tensor):
+                moved = torch.empty(0, dtype=value.dtype, device=device).set_(value.to(device).untyped_storage())
+                arguments[name] = moved.as_strided(value.shape, value.stride())
+    with pytest.raises(error, match=text):
+        masks.attention_mask(**arguments)
+
+
+def test_size_functions_take_counts() -> None:
+    for sizes in ((-1, 3), (2.0, 3), (True, 3)):
+        with pytest.raises((TypeError, ValueError), match="batch"):
+            masks.validity_mask_shape(*sizes)  # type: ignore[arg-type]
+
+
+def test_empty_masks(device: torch.device) -> None:
+    lens = int32([1], device)
+    for shape in ((0, 2, 5), (1, 0, 5), (1, 2, 0)):
+        out = torch.empty(shape, dtype=torch.bool, device=device)
+        assert masks.attention_mask(out, lens).shape == shape
+
+
+def test_lengths_past_the_mask_raise_in_debug_mode(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = torch.empty(2, 1, 4, dtype=torch.bool, device=device)
+    masks.attention_mask(out, int32([4, 6], device))
+    monkeypatch.setenv("SPLITKV_DEBUG", "1")
+    masks.attention_mask(out, int32([4, 4], device))
+    with pytest.raises(ValueError, match=r"seq_lens: expected lengths up to 4 .* given 6 in row 1"):
+        masks.attention_mask(out, int32([4, 6], device))
