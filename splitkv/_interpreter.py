@@ -1,7 +1,7 @@
 """How the kernels run on this machine: compiled for a GPU, or under Triton's interpreter where there is none.
 
-Triton reads `TRITON_INTERPRET` while it is imported, so the choice is made before that. A value that the user has set is
-kept. This is the only side effect of `import splitkv`.
+Triton reads `TRITON_INTERPRET` while it is imported, so the choice is made before that. A value that the user has set
+is kept. This is the only side effect of `import splitkv`.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def why_not(device_type: str) -> str | None:
         )
     if TRITON_WAS_IMPORTED:
         return (
-            "this machine has no GPU, and triton was imported before splitkv, so that its CPU interpreter is off: import "
-            "splitkv first, or set TRITON_INTERPRET=1 before Python starts"
+            "this machine has no GPU, and triton was imported before splitkv, so that its CPU interpreter is off: "
+            "import splitkv first, or set TRITON_INTERPRET=1 before Python starts"
         )
     if not HAS_NUMPY:
         return _numpy_fault_here()
