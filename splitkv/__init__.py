@@ -9,12 +9,14 @@ from splitkv import reference
 from splitkv.api import decode, decode_with_lse, merge, supports
 from splitkv.config import Section, WorkspaceConfig
 from splitkv.kv import ContiguousKV, PagedKV, RaggedKV
+from splitkv.pool import PagePool
 from splitkv.workspace import Workspace
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ContiguousKV",
+    "PagePool",
     "PagedKV",
     "RaggedKV",
     "Section",
