@@ -10,10 +10,13 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 TRITON ?= triton
+NUMPY  ?= numpy
 JOBS   ?= $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))")
 PYTEST_ARGS ?=
 
 OLDEST_TRITON ?= triton==3.6.0
+# The interpreter of the oldest Triton fails with a newer NumPy.
+OLDEST_NUMPY  ?= numpy<2.4
 OLDEST_VENV   ?= $(or $(VENV),.venv)-oldest
 
 PY    := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
@@ -48,7 +51,7 @@ test-gpu: setup
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
 test-oldest:
-	$(MAKE) unit VENV=$(OLDEST_VENV) TRITON="$(OLDEST_TRITON)" PYTEST_ARGS='-m "not slow and not gpu"'
+	$(MAKE) unit VENV=$(OLDEST_VENV) TRITON="$(OLDEST_TRITON)" NUMPY="$(OLDEST_NUMPY)" PYTEST_ARGS='-m "not slow and not gpu"'
 
 check: test test-oldest
 
@@ -79,7 +82,7 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c '$(TOO_OLD)'
 	@echo "Setting up $(VENV): once, some minutes."
 	$(PYTHON) -m venv $$($(PYTHON) -c '$(SEES_GPU)' 2>/dev/null && echo --system-site-packages) $(VENV)
-	$(PY) -c "import torch, triton" 2>/dev/null || $(PIP) "$(TORCH)" "$(TRITON)"
+	$(PY) -c "import torch, triton" 2>/dev/null || $(PIP) "$(TORCH)" "$(TRITON)" "$(NUMPY)"
 	$(PIP) --editable ".[dev]"
 	@touch $@
 endif

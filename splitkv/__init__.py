@@ -11,12 +11,14 @@ from splitkv.append import append_kv, move_kv
 from splitkv.config import Section, StepConfig, WorkspaceConfig
 from splitkv.kv import ContiguousKV, PagedKV, RaggedKV
 from splitkv.step import StepState
+from splitkv.pool import PagePool
 from splitkv.workspace import Workspace
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ContiguousKV",
+    "PagePool",
     "PagedKV",
     "RaggedKV",
     "Section",

@@ -15,9 +15,9 @@ from splitkv.kernels.launch import launch
 from splitkv.kernels.merge import merge_kernel, merge_splits_kernel
 from splitkv.kernels.split_decode import split_decode_kernel
 from splitkv.kv import KVView
+from splitkv.schedule import BALANCED, FIXED_PARTS, FIXED_TOKENS
 from splitkv.workspace import Workspace
 
-BALANCED, FIXED_PARTS, FIXED_TOKENS = 0, 1, 2
 MAX_SPAN = 2**30  # a wider window is none, and a longer axis of work would outgrow 32 bits
 
 

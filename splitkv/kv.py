@@ -14,7 +14,7 @@ from torch import Tensor
 from splitkv import checks
 from splitkv.config import DTYPES, MAX_HEAD_DIM
 
-INT32_MAX = 2**31 - 1
+MAX_TOKENS = 2**30  # longer lengths are clamped to it: sums of two still fit 32 bits
 
 # Kinds of addressing, as the kernels know them.
 PAGED = 0  # page_table[row, t // page_size] is the page of token t
@@ -187,7 +187,7 @@ class PagedKV(KVView):
         self.addressing = Addressing(
             kind=PAGED,
             page_size=self.page_size,
-            capacity=min(page_table.shape[1] * self.page_size, INT32_MAX),
+            capacity=min(page_table.shape[1] * self.page_size, MAX_TOKENS),
             lens=seq_lens,
             indptr=None,
             table=page_table,
@@ -307,7 +307,7 @@ class ContiguousKV(KVView):
         self.addressing = Addressing(
             kind=CONTIGUOUS,
             page_size=1,
-            capacity=min(k.shape[1], INT32_MAX),
+            capacity=min(k.shape[1], MAX_TOKENS),
             lens=seq_lens,
             indptr=None,
             table=None,
@@ -354,7 +354,7 @@ class RaggedKV(KVView):
         self.addressing = Addressing(
             kind=RAGGED,
             page_size=1,
-            capacity=min(k.shape[0], INT32_MAX),
+            capacity=min(k.shape[0], MAX_TOKENS),
             lens=None,
             indptr=kv_indptr,
             table=None,

@@ -1,0 +1,286 @@
+"""The work partition of decode in plain integers: which program attends which keys, and where its partials go.
+
+The same arithmetic as the device functions of `splitkv/kernels/primitives.py` and the kernels that call them, under the
+same names. The kernels never use it: `tests/test_schedule.py` holds them against it, and `python -m splitkv doctor`
+prints it. How the schedule works is said in `primitives.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from splitkv.config import cdiv
+
+# How tiles are cut.
+BALANCED = 0  # so that all programs have about as much to do
+FIXED_PARTS = 1  # each into the same number of parts
+FIXED_TOKENS = 2  # at multiples of a number of tokens
+
+GRAIN = 8  # tokens that weigh one
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the partition depends on of a request, clamped as the kernels clamp it.
+
+    Attributes:
+        seq_len: Keys, the query tokens' own included.
+        q_len: Query tokens.
+        kv_start: Keys before it are invisible.
+    """
+
+    seq_len: int
+    q_len: int = 1
+    kv_start: int = 0
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Keys of one tile that one share of the work takes, for all KV heads.
+
+    Attributes:
+        share: Its number; program share · num_kv_heads + h attends KV head h.
+        request, tile: Whose keys.
+        offset, taken: Where it begins within the tile's length on the axis, and how much of that it takes.
+        low, high: The keys, low ≤ key < high; none where high ≤ low.
+        slot: Partial slot, None where it is the whole tile and goes straight to the output. KV head h uses
+            slot · num_kv_heads + h.
+    """
+
+    share: int
+    request: int
+    tile: int
+    offset: int
+    taken: int
+    low: int
+    high: int
+    slot: int | None
+
+    @property
+    def tokens(self) -> int:
+        """Keys that it attends."""
+        return max(self.high - self.low, 0)
+
+
+class Sharing(NamedTuple):
+    """How a batch is shared.
+
+    Attributes:
+        by_work: Whether a tile's length on the axis follows its keys; else all tiles are `each` long.
+        each: Parts per tile where shares do not follow the work.
+        share: Length of a share.
+        total: Length of the axis.
+    """
+
+    by_work: bool
+    each: int
+    share: int
+    total: int
+
+
+def even_edge(part: int, parts: int, tokens: int) -> int:
+    """Where part `part` of `tokens` tokens in `parts` even parts begins.
+
+    >>> [even_edge(part, 4, 10) for part in range(5)]
+    [0, 2, 5, 7, 10]
+    """
+    return part * tokens // parts
+
+
+def part_tokens(seq_len: int, split_tokens: int, max_parts: int) -> int:
+    """With fixed split tokens: the distance of part edges, the least multiple with which max_parts parts suffice.
+
+    >>> part_tokens(1000, 64, 32), part_tokens(5000, 64, 32)
+    (64, 192)
+    """
+    return split_tokens * max(cdiv(cdiv(seq_len, split_tokens), max_parts), 1)
+
+
+def tile_weight(span: int, by_work: bool, each: int, heaviest: int) -> int:
+    """Length of a tile on the axis.
+
+    >>> tile_weight(100, True, 3, 1000), tile_weight(100, False, 3, 1000)
+    (13, 3)
+    """
+    return min(max(cdiv(span, GRAIN), 1), heaviest) if by_work else each
+
+
+def stretch(low: int, high: int, offset: int, taken: int, weight: int, by_work: bool) -> tuple[int, int]:
+    """(first, last) of the keys low…high that a stretch of a tile's length stands for.
+
+    >>> stretch(0, 100, 4, 9, 13, True), stretch(0, 100, 1, 1, 3, False)
+    ((32, 100), (33, 66))
+    """
+    visible = max(high - low, 0)
+    if by_work:
+        last = visible if offset + taken == weight else min((offset + taken) * GRAIN, visible)
+        return low + min(offset * GRAIN, visible), low + last
+    return low + even_edge(offset, weight, visible), low + even_edge(offset + taken, weight, visible)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Everything but the lengths that decides who attends what: the integers of one launch.
+
+    >>> partition = Partition(BALANCED, group_size=4, block_m=16, num_kv_heads=2, shares=4)
+    >>> units = partition.stretches([Request(72), Request(7), Request(0)])
+    >>> [(unit.share, unit.request, unit.low, unit.high, unit.slot) for unit in units]
+    [(0, 0, 0, 24, 4), (1, 0, 24, 48, 1), (2, 0, 48, 72, 2), (3, 1, 0, 7, None), (3, 2, 0, 0, None)]
+
+    Attributes:
+        schedule: BALANCED, FIXED_PARTS or FIXED_TOKENS.
+        group_size, block_m, num_kv_heads: Query heads per KV head, rows of a tile, KV heads.
+        shares: Shares per KV head that the launch starts a program for.
+        heaviest: Most that a tile may weigh, so that the axis stays within 32 bits.
+        min_chunk: Balanced: least tokens of a share.
+        segment_cost: Balanced: what it costs to begin and end within tiles, in tokens.
+        parts: FIXED_PARTS: parts of every tile. FIXED_TOKENS: most parts of a tile.
+        split_tokens: FIXED_TOKENS: part edges are multiples of it.
+        window_left: As for `splitkv.decode`; None: no window.
+        right_bound: Whether a query token sees no key right of its position (causal, without a tree mask).
+    """
+
+    schedule: int
+    group_size: int
+    block_m: int
+    num_kv_heads: int
+    shares: int
+    heaviest: int = 2**30
+    min_chunk: int = 1
+    segment_cost: int = 0
+    parts: int = 1
+    split_tokens: int = 1
+    window_left: int | None = None
+    right_bound: bool = True
+
+    @classmethod
+    def of_launch(cls, operands: Mapping[str, Any], constants: Mapping[str, Any]) -> Partition:
+        """The partition that a launch of split_decode_kernel with these arguments makes."""
+        return cls(
+            schedule=constants["SCHEDULE"],
+            group_size=constants["GROUP_SIZE"],
+            block_m=constants["BLOCK_M"],
+            num_kv_heads=constants["NUM_KV_HEADS"],
+            shares=operands["shares"],
+            heaviest=operands["heaviest"],
+            min_chunk=constants["MIN_CHUNK"],
+            segment_cost=constants["SEGMENT_COST"],
+            parts=constants["PARTS"],
+            split_tokens=constants["SPLIT_TOKENS"],
+            window_left=operands["window_left"] if constants["HAS_WINDOW"] else None,
+            right_bound=constants["CAUSAL"] and operands["tree_ptr"] is None,
+        )
+
+    def request_work(self, request: Request) -> tuple[int, int]:
+        """Query tiles per head of a request, and an upper bound of the keys that one of its tiles can see."""
+        tiles = cdiv(request.q_len * self.group_size, self.block_m)
+        span = request.seq_len - request.kv_start
+        if self.window_left is not None:
+            # A tile's first query token sees window_left keys further left than its last.
+            tile_tokens = (self.block_m - 2) // self.group_size + 2
+            reach = min(request.q_len, tile_tokens) if self.right_bound else max(request.q_len, 1)
+            span = min(span, self.window_left + reach)
+        return tiles, span
+
+    def choose_shares(self, requests: Sequence[Request]) -> Sharing:
+        """How this batch is shared."""
+        work = [self.request_work(request) for request in requests]
+        tiles = sum(count for count, _ in work)
+        if self.schedule != BALANCED:
+            return Sharing(False, self.parts, 1, tiles * self.parts)
+        weight = sum(count * tile_weight(span, True, 1, self.heaviest) for count, span in work)
+        longest = max((span for count, span in work if count > 0), default=0)
+        work_share = max(cdiv(weight, self.shares), self.min_chunk // GRAIN)
+        each = min(max(self.shares // max(tiles, 1), 1), max(longest // self.min_chunk, 1))
+        tile_share = cdiv(tiles * each, self.shares)
+        if tile_share * cdiv(longest, each) > work_share * GRAIN + self.segment_cost:
+            return Sharing(True, each, work_share, weight)
+        return Sharing(False, each, tile_share, tiles * each)
+
+    def weight(self, request: Request, sharing: Sharing) -> int:
+        """Length on the axis of each of a request's tiles."""
+        return tile_weight(self.request_work(request)[1], sharing.by_work, sharing.each, self.heaviest)
+
+    def locate(self, position: int, requests: Sequence[Request], sharing: Sharing) -> tuple[int, int]:
+        """The request at a position of the axis, and where it begins there; past it (their number, its length)."""
+        begin = 0
+        for b, request in enumerate(requests):
+            end = begin + self.request_work(request)[0] * self.weight(request, sharing)
+            if position < end:
+                return b, begin
+            begin = end
+        return len(requests), begin
+
+    def tile_range(self, request: Request, tile: int) -> tuple[int, int]:
+        """(low, high): keys that some row of a tile may see."""
+        first_token = tile * self.block_m // self.group_size
+        last_token = min((tile * self.block_m + self.block_m - 1) // self.group_size, request.q_len - 1)
+        first_position = request.seq_len - request.q_len
+        low, high = request.kv_start, request.seq_len
+        if self.window_left is not None:
+            low = max(low, first_position + first_token - self.window_left)
+        if self.right_bound:
+            high = min(high, first_position + last_token + 1)
+        return low, high
+
+    def fixed_parts(self, request: Request) -> int:
+        """With fixed schedules: parts of each of a request's tiles."""
+        if self.schedule == FIXED_PARTS:
+            return self.parts
+        return max(cdiv(request.seq_len, part_tokens(request.seq_len, self.split_tokens, self.parts)), 1)
+
+    def keys(
+        self, request: Request, tile: int, offset: int, taken: int, weight: int, sharing: Sharing
+    ) -> tuple[int, int]:
+        """(low, high): the keys of a stretch of a tile; none where high ≤ low."""
+        low, high = self.tile_range(request, tile)
+        if self.schedule == BALANCED:
+            return stretch(low, high, offset, taken, weight, sharing.by_work)
+        if self.schedule == FIXED_PARTS:
+            first = even_edge(offset, self.parts, request.seq_len)
+            last = even_edge(offset + 1, self.parts, request.seq_len)
+        else:
+            distance = part_tokens(request.seq_len, self.split_tokens, self.parts)
+            first, last = offset * distance, min(offset + 1, self.fixed_parts(request)) * distance
+        return max(low, first), min(high, last)
+
+    def share_stretches(self, share: int, requests: Sequence[Request], sharing: Sharing) -> Iterator[Stretch]:
+        """What the programs of one share do, one stretch after another."""
+        place = share * sharing.share
+        stop = min(place + sharing.share, sharing.total)
+        while place < stop:
+            b, begin = self.locate(place, requests, sharing)
+            weight = self.weight(requests[b], sharing)
+            tile, offset = divmod(place - begin, weight)
+            taken = min(weight - offset, stop - place)
+            low, high = self.keys(requests[b], tile, offset, taken, weight, sharing)
+            slot: int | None
+            if self.schedule == BALANCED:
+                whole, slot = taken == weight, self.shares + share if offset == 0 else share
+            else:
+                whole, slot = self.fixed_parts(requests[b]) == 1, place
+            if not whole or offset == 0:
+                yield Stretch(share, b, tile, offset, taken, low, high, None if whole else slot)
+            place += taken
+
+    def stretches(self, requests: Sequence[Request]) -> Iterator[Stretch]:
+        """What all programs of the launch do."""
+        sharing = self.choose_shares(requests)
+        for share in range(self.shares):
+            yield from self.share_stretches(share, requests, sharing)
+
+    def merged_slots(self, b: int, tile: int, requests: Sequence[Request]) -> list[int]:
+        """The slots that are merged into a tile of request b, in order; none where one stretch is the tile."""
+        sharing = self.choose_shares(requests)
+        weight = self.weight(requests[b], sharing)
+        _, begin = self.locate(2**31 - 1, requests[:b], sharing)
+        begin += tile * weight
+        if self.schedule == BALANCED:
+            first_share = begin // sharing.share
+            parts = (begin + weight - 1) // sharing.share - first_share + 1
+            first_slot, next_slot = self.shares + first_share, first_share + 1
+        else:
+            parts, first_slot, next_slot = self.fixed_parts(requests[b]), begin, begin + 1
+        return [first_slot, *range(next_slot, next_slot + parts - 1)] if parts > 1 else []

@@ -1,0 +1,49 @@
+"""Every Python block of README.md runs, in order, and does what the text says."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import splitkv
+from splitkv import testing
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = list(re.finditer(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL))
+
+
+@pytest.fixture(scope="module")
+def left() -> list[dict[str, Any]]:
+    """The names that there are after each block, which uses those of the blocks before it."""
+    names: dict[str, Any] = {}
+    after = []
+    torch.manual_seed(0)
+    for block in BLOCKS:
+        line = README[: block.start()].count("\n") + 1
+        exec(compile("\n" * line + block[1], "README.md", "exec"), names)  # errors name the README's own line
+        after.append({name: value.clone() if name == "out" else value for name, value in names.items()})
+    return after
+
+
+def test_every_python_block_is_run() -> None:
+    assert len(BLOCKS) == README.count("```python") == 2
+
+
+def test_the_example_decodes(left: list[dict[str, Any]]) -> None:
+    names = left[0]
+    assert names["out"].shape == (4, 32, 128)
+    testing.expect(names["q"], names["kv"]).check(names["out"])
+
+
+def test_the_parts_merge_into_the_whole(left: list[dict[str, Any]]) -> None:
+    names = left[1]
+    whole = splitkv.ContiguousKV(names["k"], names["v"], 2 * names["lens"])
+    testing.expect(names["q"], whole).check(names["merged"], names["lse"])
+
+
+def test_files_that_the_readme_links_to_exist() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", README)
+    assert links and all((ROOT / link).exists() for link in links)
