@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import mmap
 from collections.abc import Sequence
@@ -55,8 +56,11 @@ LAYOUTS = ("paged", "contiguous", "csr", "ragged", "hnd")
 
 
 def each_way(tokens: int, splits: int = 3) -> pytest.MarkDecorator:
-    """Parametrise a test's `cut` and `layout`: unsplit, in `splits` parts and in parts of `tokens`, paged and contiguous,
-    and each of the other layouts once."""
+    """Parametrise a test's `cut` and `layout`.
+
+    Unsplit, in `splits` parts and in parts of `tokens`, each paged and contiguous; each of the other layouts once; and
+    the default schedule, which leaves short sequences whole.
+    """
     parts, fixed = Cut(num_splits=splits), Cut(split_tokens=tokens)
     ways = [
         (WHOLE, "paged"),
@@ -87,7 +91,7 @@ def index_probe(
     head_dim: int = 16,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Keys of 0 and values that are the token's index: the output is the mean of the visible indices, exp(lse) their number."""
+    """Keys of 0, values that are the token's index: out is the mean of the visible indices, exp(lse) their number."""
     k = torch.zeros(batch, max_len, heads, head_dim, dtype=dtype, device=device)
     v = k + torch.arange(max_len, device=device, dtype=dtype)[:, None, None]
     return k, v
@@ -117,7 +121,8 @@ def view_of(
         indptr = [sum(seq_lens[:b]) for b in range(len(seq_lens) + 1)]
         spare = [k.new_full((3, *k.shape[2:]), poison), v.new_full((3, *v.shape[2:]), poison)]
         k, v = (
-            torch.cat([*(t[b, :n] for b, n in enumerate(seq_lens)), tail]) for t, tail in zip((k, v), spare, strict=True)
+            torch.cat([*(t[b, :n] for b, n in enumerate(seq_lens)), tail])
+            for t, tail in zip((k, v), spare, strict=True)
         )
         return splitkv.RaggedKV(k, v, ints(indptr, device), **options)
     pages = [math.ceil(n / page_size) for n in seq_lens]
@@ -159,7 +164,10 @@ class Scratch:
     def changed(self, tensor: Tensor) -> Tensor:
         """Which 4-byte words of a section no longer hold the garbage."""
         start = tensor.data_ptr() - self.buffer.data_ptr()
-        return self.buffer[start : start + tensor.numel() * tensor.element_size() // 4 * 4].view(torch.int32) != self.pattern
+        return (
+            self.buffer[start : start + tensor.numel() * tensor.element_size() // 4 * 4].view(torch.int32)
+            != self.pattern
+        )
 
     def partial_rows(self) -> int:
         """Rows of partial_lse that were written: one per part of each query row and head whose tile was cut."""
@@ -171,7 +179,7 @@ class Scratch:
         assert (self.block[self.start + self.config.nbytes :] == GUARD_BYTE).all(), "written past the workspace"
         sections = self.config.sections()
         words = self.buffer.view(torch.int32)
-        for section, following in zip(sections[:-1], sections[1:], strict=True):
+        for section, following in itertools.pairwise(sections):
             gap = words[math.ceil(section.end / 4) : following.offset // 4]
             assert (gap == self.pattern).all(), f"written past {section.name}"
 
@@ -274,7 +282,7 @@ def attend(
 
 
 def assert_cut(result: Result, cut: Cut, *seq_lens: int) -> None:
-    """Each request's tiles (all with as many rows) were cut in just as many parts as `cut` says, and not if it says 1."""
+    """Each request's tiles (all with as many rows) were cut in as many parts as `cut` says, 1 being uncut."""
     parts = [cut.parts(n) for n in seq_lens]
     if None in parts:
         return  # the default schedule: tests that rely on its cuts look at result.parts themselves
@@ -303,7 +311,9 @@ def assert_values(actual: Tensor, expected: Any, *, zero: float = 0.0) -> None:
     limit = 1e-5 * want.abs() if actual.dtype == torch.float32 else ulp(want, actual.dtype)
     limit = torch.where(want == 0, torch.full_like(want, zero), limit)
     fine = torch.where(want.isinf(), got == want, (got - want).abs() <= limit)
-    assert fine.all(), f"expected {want[~fine][:8].tolist()}, got {got[~fine][:8].tolist()} at {(~fine).nonzero()[:8].tolist()}"
+    assert fine.all(), (
+        f"expected {want[~fine][:8].tolist()}, got {got[~fine][:8].tolist()} at {(~fine).nonzero()[:8].tolist()}"
+    )
 
 
 def assert_rows(result: Result, outs: Any, lses: Any) -> None:
@@ -321,7 +331,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def spacious(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[elements] of a size beyond 32-bit offsets. On a CPU it is address space that takes memory where it is touched."""
+    """[elements], more than 32-bit offsets reach. On a CPU this is address space: touched pages alone take memory."""
     nbytes = elements * dtype.itemsize
     if device.type == "cuda":
         if torch.cuda.mem_get_info(device)[0] < nbytes + 2**30:

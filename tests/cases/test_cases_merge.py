@@ -29,7 +29,7 @@ INF = math.inf
 
 @pytest.mark.parametrize("dead", [0.0, math.nan])
 def test_minus_infinity_minus_minus_infinity(device, dead):
-    """Case 1: (0, -inf) merged with itself is itself, and with anything else that other, whatever a dead partial holds."""
+    """Case 1: (0, -inf) merged with itself is itself, and with another is the other, whatever a dead one holds."""
     outs = torch.full((2, 1, 2), dead, device=device)
     lses = torch.full((2, 1), -INF, device=device)
     out, lse = splitkv.merge(outs, lses, out=torch.full((1, 2), math.nan, device=device))
@@ -87,7 +87,9 @@ def test_splits_without_work(device, layout):
 def test_one_token_past_a_tile(device, layout, cut, monkeypatch):
     """Case 3: the last block of keys, and the last part, holds a single one."""
     choose = tile_sizes.choose
-    monkeypatch.setattr(tile_sizes, "choose", lambda *args: dataclasses.replace(choose(*args), block_n=64, num_stages=1))
+    monkeypatch.setattr(
+        tile_sizes, "choose", lambda *args: dataclasses.replace(choose(*args), block_n=64, num_stages=1)
+    )
     kv = view_of(layout, *index_probe(device, 1, 65), [65])
     result = attend(torch.randn(1, 1, 16, device=device), kv, cut)
     assert_cut(result, cut, 65)
