@@ -299,6 +299,62 @@ def test_any_page_size(device, number, page_size):
         assert_rows(result, 18.0, math.log(37))
 
 
+OUT_OF_RANGE = [
+    ("csr", "last_page_len", [0, 1], 0),
+    ("csr", "last_page_len", [3, 5], 1),
+    ("csr", "page_indptr", [0, 3, 1], 1),
+    ("csr", "page_indptr", [0, 1, 4], 2),
+    ("csr", "page_indices", [0, 4, 3], 1),
+    ("paged", "seq_lens", [3, 9], 1),
+    ("paged", "seq_lens", [-1, 5], 0),
+    ("paged", "page_table", [[0, -1], [2, 4]], 1),
+    ("paged", "page_table", [[-1, -1], [2, 3]], 0),
+    ("paged", "rows", [0, 2], 1),
+    ("paged", "kv_start", [-1, 0], 0),
+    ("paged", "qo_indptr", [0, 2, 1], 1),
+    ("paged", "qo_indptr", [0, 1, 3], 2),
+    ("contiguous", "seq_lens", [9, 5], 0),
+    ("contiguous", "rows", [-1, 1], 0),
+    ("ragged", "kv_indptr", [0, 5, 3], 1),
+    ("ragged", "kv_indptr", [0, 3, 9], 2),
+]
+
+
+@pytest.mark.parametrize(("layout", "name", "values", "row"), OUT_OF_RANGE, ids=[f"{c[1]}{c[2]}" for c in OUT_OF_RANGE])
+def test_values_on_the_device(device, layout, name, values, row, monkeypatch):
+    """Case 13: in debug mode a length, row or page id that is out of range raises, and the message names the row."""
+    workspace = splitkv.Workspace.allocate(splitkv.WorkspaceConfig(2, 1, 1, 16, dtype=torch.float32), device)
+    workspace.out.fill_(math.nan)
+    kv, qo_indptr = view_with(layout, name, device, lambda t: ints(values, device))
+    q = torch.zeros(2, 1, 16, device=device)
+    monkeypatch.setenv("SPLITKV_DEBUG", "1")
+    with pytest.raises(ValueError, match=rf"^{name}: expected .*, given .*row {row}\b|^page_.*of row {row}, given"):
+        splitkv.decode(q, kv, workspace, qo_indptr=qo_indptr)
+    assert workspace.out.isnan().all()
+    assert splitkv.supports(q, kv, workspace, qo_indptr=qo_indptr) is not None
+    monkeypatch.setenv("SPLITKV_DEBUG", "0")
+    assert splitkv.supports(q, kv, workspace, qo_indptr=qo_indptr) is None
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous", "csr", "ragged", "hnd"])
+def test_values_that_nobody_follows(device, layout, monkeypatch):
+    """Case 13: debug mode lets pass page ids past the length, left of the window and of kv_start."""
+    monkeypatch.setenv("SPLITKV_DEBUG", "1")
+    probe = index_probe(device, 3, 13)
+    q = torch.zeros(3, 1, 16, device=device)
+    kv = view_of(layout, *probe, [13, 0, 5])
+    counts = torch.tensor([13.0, 0.0, 5.0], dtype=torch.float64)[:, None]
+    assert_rows(attend(q, kv, Cut(num_splits=2)), [[6.0], [0.0], [2.0]], counts.log())
+    if layout not in ("paged", "hnd"):
+        return
+    kv.page_table[0, :2] = -1
+    assert_rows(attend(q[:1], kv, Cut(num_splits=2), window_left=4), 10.0, math.log(5))
+    with pytest.raises(ValueError, match=r"^page_table: .* of row 0, given -1 for its page 1"):
+        attend(q[:1], kv, window_left=5)
+    kv = splitkv.PagedKV(kv.k, kv.v, kv.page_table, kv.seq_lens, kv_start=ints([8], device), layout=kv.layout)
+    assert_rows(attend(q[:1], kv, Cut(num_splits=2)), 10.0, math.log(5))
+
+
 def on_other_device(tensor):
     """The tensor on a device that the call is not on."""
     return tensor.to("meta" if tensor.device.type == "cpu" else "cpu")
