@@ -177,3 +177,20 @@ def test_tree_mask(device, cut, layout):
         torch.randn(6, 2, 16, device=device), kv, cut, tree_mask=mask, qo_indptr=ints([0, 4, 6], device), given=True
     )
     assert_rows(result, [[mean] for mean in [*TREE_MEANS, 1.5, 2.0]], [*logs, [math.log(4)], [math.log(5)]])
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+@pytest.mark.parametrize("cut", [WHOLE, Cut(num_splits=3), Cut(split_tokens=5)], ids=str)
+@pytest.mark.parametrize("poison", [math.nan, INF], ids=["nan", "inf"])
+def test_tree_node_that_nobody_sees(device, cut, layout, poison):
+    """Cases 12 and 25: a pruned node's slot, which no row sees, never enters arithmetic, whatever it holds."""
+    k, v = index_probe(device, 1, 7)
+    k[:, 4], v[:, 4] = poison, poison
+    pruned = [word & ~0b0010 for word in TREE]  # node 1 is token 4; its own row sees what its parent sees
+    kv = view_of(layout, k, v, [7])
+    mask = ints([[[word] for word in pruned]], device)
+    for heads in (1, 20):  # one tile, and two
+        result = attend(torch.randn(1, 4, heads, 16, device=device), kv, cut, tree_mask=mask)
+        assert_cut(result, cut, 7)
+        means, counts = [1.5, 1.5, 2.2, 17 / 6], [4, 4, 5, 6]
+        assert_rows(result, [[[mean] for mean in means]], [[[math.log(n)] for n in counts]])
