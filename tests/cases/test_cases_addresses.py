@@ -66,17 +66,18 @@ def test_cache_stride_past_32_bits(device, what):
 @pytest.mark.parametrize("cut", [WHOLE, Cut(num_splits=2)], ids=str)
 @pytest.mark.parametrize("form", ["batch", "token", "head", "packed"])
 def test_query_and_output_past_32_bits(device, cut, form):
-    """Case 9: rows of q, out and lse that lie more than 2³¹ elements apart."""
-    shape = {"batch": (2, 1, 16), "token": (1, 2, 1, 16), "head": (1, 2, 16), "packed": (2, 1, 16)}[form]
-    strides = {
-        "batch": (FAR, 16, 1),
-        "token": (2 * FAR, FAR, 16, 1),
-        "head": (2 * FAR, FAR, 1),
-        "packed": (FAR, 16, 1),
+    """Case 9: rows of q, out and lse that lie more than 2³¹ elements from their start."""
+    shape, strides = {
+        "batch": ((3, 1, 16), (STEP, 16, 1)),
+        "token": ((1, 3, 1, 16), (3 * STEP, STEP, 16, 1)),
+        "head": ((1, 3, 16), (3 * STEP, STEP, 1)),
+        "packed": ((3, 1, 16), (STEP, 16, 1)),
     }[form]
-    q, out = (spacious(FAR + 16, torch.float16, device).as_strided(shape, strides) for _ in range(2))
-    lse = spacious(FAR + 16, torch.float32, device).as_strided(shape[:-1], strides[:-1])
-    rows = [(0,) * (len(shape) - 1), tuple(n - 1 for n in shape[:-1])]
+    q, out = (spacious(2 * STEP + 16, torch.float16, device).as_strided(shape, strides) for _ in range(2))
+    lse = spacious(2 * STEP + 16, torch.float32, device).as_strided(shape[:-1], strides[:-1])
+    q.copy_(torch.arange(3.0).view([n if n == 3 else 1 for n in shape]))
+    out.fill_(math.nan)
+    lse.fill_(math.nan)
     # Two keys with values 0 and 1, and scores 0 and s, where s is what the query row holds.
     k = torch.zeros(3, 2, 1, 16, dtype=torch.float16, device=device)
     k[:, 1, :, 0] = 1.0
