@@ -169,9 +169,13 @@ class Scratch:
             != self.pattern
         )
 
-    def partial_rows(self) -> int:
-        """Rows of partial_lse that were written: one per part of each query row and head whose tile was cut."""
-        return int(self.changed(self.workspace.partial_lse).sum())
+    def partial_tiles(self, rows: int) -> tuple[int, int]:
+        """Partial tiles (of `rows` rows) that hold the result of a key, and those that were written at all."""
+        lse = self.workspace.partial_lse.view(-1)
+        count = lse.numel() // rows * rows
+        written = self.changed(self.workspace.partial_lse)[:count].view(-1, rows)
+        keyed = written & lse[:count].view(-1, rows).isfinite()
+        return int(keyed.any(1).sum()), int(written.any(1).sum())
 
     def assert_guards(self) -> None:
         """Nothing was written outside the buffer, nor in the gaps between its sections."""
@@ -196,13 +200,15 @@ class Result:
 
     Attributes:
         out, lse: Clones of the results.
-        parts: Partials per query row and head, 0 for tiles that were not cut; the mean over the call.
+        parts: Partials per query tile that hold the result of a key, 0 for uncut tiles; the mean over the call.
+        written: Partials per query tile that were written, those without keys included; the mean over the call.
         scratch: The workspace that it used.
     """
 
     out: Tensor
     lse: Tensor
     parts: float
+    written: float
     scratch: Scratch
 
 
@@ -278,20 +284,29 @@ def attend(
     assert out.shape == (*rows, width) and out.dtype == q.dtype
     assert lse.shape == rows and lse.dtype == torch.float32
     scratch.assert_guards()
-    return Result(out.clone(), lse.clone(), scratch.partial_rows() / max(rows.numel(), 1), scratch)
+    q_lens = [q.shape[1] if q.dim() == 4 else 1] * q.shape[0]
+    if qo_indptr is not None:
+        q_lens = [last - first for first, last in itertools.pairwise(qo_indptr.tolist())]
+    tile_rows = scratch.config.q_tile_rows
+    tiles = kv.num_kv_heads * sum(math.ceil(n * scratch.config.group_size / tile_rows) for n in q_lens)
+    keyed, written = scratch.partial_tiles(tile_rows)
+    return Result(out.clone(), lse.clone(), keyed / max(tiles, 1), written / max(tiles, 1), scratch)
 
 
-def assert_cut(result: Result, cut: Cut, *seq_lens: int) -> None:
-    """Each request's tiles (all with as many rows) were cut in as many parts as `cut` says, 1 being uncut."""
+def assert_cut(result: Result, cut: Cut, *seq_lens: int, all_seen: bool = True) -> None:
+    """Each request's tiles (all with as many rows) were cut in as many parts as `cut` says, 1 being uncut.
+
+    all_seen: each key is seen by some row of each tile, so that no part with keys is left empty by a window.
+    """
     parts = [cut.parts(n) for n in seq_lens]
     if None in parts:
         return  # the default schedule: tests that rely on its cuts look at result.parts themselves
-    if cut.num_splits is None:
-        parts = [n if n is not None and n > 1 else 0 for n in parts]
-    elif cut.num_splits == 1:
-        parts = [0]
-    counts = [n for n in parts if n is not None]
-    assert result.parts == pytest.approx(sum(counts) / len(counts))
+    pairs = [(p, n) for p, n in zip(parts, seq_lens, strict=True) if p is not None]
+    keyed = sum(min(p, n) if p > 1 else 0 for p, n in pairs) / len(pairs)
+    written = sum(p if p > 1 else 0 for p, _ in pairs) / len(pairs)
+    assert result.parts == pytest.approx(keyed) if all_seen else result.parts <= keyed
+    # With split_tokens parts that a length has no use for may be written too.
+    assert result.written == pytest.approx(written) if cut.split_tokens is None else result.written >= written - 1e-6
 
 
 def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -84,7 +84,7 @@ def test_every_partial_is_used(device):
     out, lse = splitkv.decode_with_lse(q, kv, scratch.workspace, num_splits=4)
     assert_values(out, 3.5)
     assert_values(lse, math.log(8))
-    assert scratch.partial_rows() == 8
+    assert scratch.partial_tiles(16) == (8, 8)
     assert scratch.changed(scratch.workspace.partial_out).view(8, 16, 16)[:, 0].all()
     scratch.assert_guards()
     scratch = Scratch(
@@ -92,10 +92,10 @@ def test_every_partial_is_used(device):
     )
     with pytest.raises(ValueError, match=r"^split_tokens: expected at most 5 partial tiles .* given 6 "):
         splitkv.decode(q, kv, scratch.workspace)
-    assert scratch.partial_rows() == 0
+    assert scratch.partial_tiles(16) == (0, 0)
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+@pytest.mark.parametrize("slots", [1, 2, 3, 5, 16])
 def test_default_schedule_keeps_to_its_partials(device, slots):
     """Case 30: the default schedule uses as many partials as there are, and no more."""
     kv = view_of("paged", *index_probe(device, 2, 300), [300, 170], page_size=16)
@@ -103,8 +103,9 @@ def test_default_schedule_keeps_to_its_partials(device, slots):
     scratch = Scratch(splitkv.WorkspaceConfig(2, 2, 1, 16, max_splits=slots, dtype=torch.float32), device)
     out, lse = splitkv.decode_with_lse(q, kv, scratch.workspace, sm_scale=1.0)
     scratch.assert_guards()
-    assert scratch.partial_rows() <= slots * 2
-    assert slots < 5 or scratch.partial_rows() >= 2 * 2, "nothing was cut"
+    cut, _ = scratch.partial_tiles(16)
+    assert cut <= slots
+    assert slots < 16 or cut >= 4, "too little was cut"
     assert_values(out, torch.tensor([149.5, 84.5])[:, None, None])
     assert_values(lse, torch.tensor([300.0, 170.0], dtype=torch.float64).log()[:, None])
 
@@ -221,10 +222,10 @@ def test_the_rest_of_the_batch(device, layout):
         kv = view_of(layout, keys, values, lens, page_size=16)
         out, lse = splitkv.decode_with_lse(queries, kv, scratch.workspace)
         scratch.assert_guards()
-        return out[place].clone(), lse[place].clone(), scratch.partial_rows()
+        return out[place].clone(), lse[place].clone(), scratch.partial_tiles(16)[0]
 
-    alone_out, alone_lse, rows = run(1, 0)
-    assert rows == 5 * 2, "300 tokens were not cut in five"
+    alone_out, alone_lse, parts = run(1, 0)
+    assert parts == 5
     want, _ = splitkv.reference.decode_with_lse(q, view_of(layout, k, v, [300]), dtype=torch.float64)
     assert (alone_out - want[0]).norm() <= 2e-3 * want.norm()
     repeats = list(itertools.islice(itertools.cycle(GARBAGE), 10))
