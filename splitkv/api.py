@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -79,6 +80,8 @@ def decode(
 
     Reads no device value on the host, allocates nothing and launches at most two kernels on the current stream, so that
     it can be captured in a CUDA graph and replayed after lengths, page ids, qo_indptr or tokens were overwritten.
+    With SPLITKV_DEBUG=1 in the environment, lengths, rows and page ids are first read back (not during a capture); one
+    that is out of range raises ValueError with its row.
 
     Args:
         q: [batch, num_q_heads, head_dim]; or [batch, q_len, num_q_heads, head_dim]; or
@@ -272,6 +275,14 @@ def plan_decode(
             raise ValueError("tree_mask: expected causal=True (it replaces the causal rule), given causal=False")
     if num_splits is not None:
         checks.require_int("num_splits", num_splits, 1, 4096)
+
+    if checks.debugging() and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        q_lens = [q_len] * batch
+        if qo_indptr is not None:
+            bounds = qo_indptr.tolist()
+            checks.check_prefix_sums("qo_indptr", bounds, total_q)
+            q_lens = [last - first for first, last in pairwise(bounds)]
+        kv.check_values(q_lens, window_left)
 
     # Outputs.
     head_dim_v = kv.head_dim_v

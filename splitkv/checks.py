@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,9 +19,11 @@ __all__ = [
     "check_index_vector",
     "check_last_stride",
     "check_no_overlap",
+    "check_prefix_sums",
     "check_rank",
     "check_shape",
     "check_tensor",
+    "check_values",
     "debugging",
     "require_int",
 ]
@@ -92,6 +95,29 @@ def check_index_vector(name: str, tensor: object, device: torch.device, of: str,
         raise ValueError(f"{name}: expected a stride of 1, given {tensor.stride(0)}")
     check_device(name, tensor, device, of)
     return tensor
+
+
+def debugging() -> bool:
+    """Whether values on the device are read back and checked: SPLITKV_DEBUG is set, and not to 0."""
+    return os.environ.get("SPLITKV_DEBUG", "0") not in ("", "0")
+
+
+def check_values(name: str, values: Sequence[int], low: int, high: int | None = None) -> None:
+    """Raise ValueError, naming the row, unless each of these values read back from the device is in low…high."""
+    for row, value in enumerate(values):
+        if value < low or (high is not None and value > high):
+            bounds = f"≥ {low}" if high is None else f"in {low}…{high}"
+            raise ValueError(f"{name}: expected values {bounds}, given {value} in row {row}")
+
+
+def check_prefix_sums(name: str, values: Sequence[int], high: int) -> None:
+    """Raise ValueError, naming the row, unless these values never fall and lie in 0…high."""
+    check_values(name, values, 0, high)
+    for row, (value, following) in enumerate(pairwise(values)):
+        if following < value:
+            raise ValueError(
+                f"{name}: expected prefix sums that never fall, given {value} and then {following} in row {row}"
+            )
 
 
 def check_finite(name: str, value: object, *, above: float | None = None) -> float:

@@ -6,13 +6,15 @@ strides between them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from splitkv import checks
-from splitkv.config import DTYPES, MAX_HEAD_DIM
+from splitkv.config import DTYPES, MAX_HEAD_DIM, cdiv
 
 MAX_TOKENS = 2**30  # longer lengths are clamped to it: sums of two still fit 32 bits
 
@@ -137,6 +139,61 @@ class KVView:
         for name, entries in limits:
             if entries < batch:
                 raise ValueError(f"{name}: expected entries for a batch of {batch}, given {entries}")
+
+    def check_values(self, q_lens: Sequence[int], window_left: int | None) -> None:
+        """Read lengths, rows and page ids back from the device and raise where one is out of range.
+
+        Waits for the device.
+
+        Args:
+            q_lens: Query tokens of each request.
+            window_left: As for `splitkv.decode`: page ids left of every query token's window are never followed.
+
+        Raises:
+            ValueError: naming the tensor, the row, what was expected and given.
+        """
+        where, batch = self.addressing, len(q_lens)
+        rows: Sequence[int] = range(batch)
+        if self.rows is not None:
+            rows = self.rows[:batch].tolist()
+            entries = where.table if where.kind == PAGED and where.table is not None else self.k
+            checks.check_values("rows", rows, 0, entries.shape[0] - 1)
+        starts = [0] * batch if self.kv_start is None else self.kv_start[:batch].tolist()
+        checks.check_values("kv_start", starts, 0)
+        bounds: list[int] = []
+        if where.indptr is not None:
+            bounds = where.indptr[: batch + 1].tolist()
+            name = "kv_indptr" if where.kind == RAGGED else "page_indptr"
+            checks.check_prefix_sums(name, bounds, where.capacity)
+        if where.lens is None:
+            return
+        lens = where.lens[:batch].tolist()
+        if where.kind == CSR:
+            pages = [last - first for first, last in pairwise(bounds)]
+            for b, (count, tail) in enumerate(zip(pages, lens, strict=True)):
+                if count > 0 and not 1 <= tail <= where.page_size:
+                    raise ValueError(f"last_page_len: expected values in 1…{where.page_size}, given {tail} in row {b}")
+            lens = [(n - 1) * where.page_size + tail if n else 0 for n, tail in zip(pages, lens, strict=True)]
+        else:
+            checks.check_values("seq_lens", lens, 0, where.capacity)
+        if where.table is None:
+            return
+        for b, (row, start, seq_len, q_len) in enumerate(zip(rows, starts, lens, q_lens, strict=True)):
+            low = start if window_left is None else max(start, seq_len - q_len - window_left)
+            first, last = max(low, 0) // where.page_size, cdiv(seq_len, where.page_size)
+            if q_len == 0 or last <= first:
+                continue
+            ids = (
+                where.table[row, first:last]
+                if where.kind == PAGED
+                else where.table[bounds[b] + first : bounds[b] + last]
+            )
+            for place, page in enumerate(ids.tolist(), start=first):
+                if not 0 <= page < self.k.shape[0]:
+                    raise ValueError(
+                        f"{'page_table' if where.kind == PAGED else 'page_indices'}: expected page ids in 0…"
+                        f"{self.k.shape[0] - 1} for the {seq_len} tokens of row {b}, given {page} for its page {place}"
+                    )
 
 
 class PagedKV(KVView):

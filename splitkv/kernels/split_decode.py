@@ -352,6 +352,11 @@ def split_decode_kernel(
                 mask=in_part[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
                 other=0.0,
             )
+            if tree_ptr is not None:
+                # A draft token that no row of the tile sees may hold anything, and 0 · NaN is NaN. Zeroed here and not
+                # in the load's mask, so that the load need not wait for the tree's words.
+                wanted = tl.max(seen.to(tl.int32), 0) > 0
+                v = tl.where(wanted[:, None], v, 0.0)
             weights = probs.to(v.dtype)
             if WIDEN:
                 weights = weights.to(tl.float32)
@@ -363,6 +368,8 @@ def split_decode_kernel(
                     mask=in_part[:, None] & (offs_dv_tail < HEAD_DIM_V)[None, :],
                     other=0.0,
                 )
+                if tree_ptr is not None:
+                    v_tail = tl.where(wanted[:, None], v_tail, 0.0)
                 if WIDEN:
                     v_tail = v_tail.to(tl.float32)
                 acc_tail = tl.dot(weights, v_tail, acc_tail * decay[:, None], input_precision="ieee")

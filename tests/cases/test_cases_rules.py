@@ -1,0 +1,196 @@
+"""Windows, caps, sinks and masks: which keys a query token sees, and how their scores are bent."""
+
+import math
+
+import pytest
+import torch
+from support import WHOLE, Cut, assert_cut, assert_rows, attend, each_way, index_probe, ints, view_of
+
+import splitkv
+
+INF = math.inf
+
+
+def zeros(device, *shape):
+    return torch.zeros(*shape, 16, device=device)
+
+
+@each_way(tokens=3)
+def test_window(device, cut, layout):
+    """Case 19: window_left is the keys left of the query's own, which it sees as well."""
+    kv = view_of(layout, *index_probe(device, 1, 10), [10])
+    for window_left, mean, count in (
+        (3, 7.5, 4),
+        (2, 8.0, 3),
+        (4, 7.0, 5),
+        (0, 9.0, 1),
+        (9, 4.5, 10),
+        (10, 4.5, 10),
+        (2**40, 4.5, 10),
+        (None, 4.5, 10),
+    ):
+        result = attend(torch.randn(1, 1, 16, device=device), kv, cut, window_left=window_left)
+        assert_cut(result, cut, 10, all_seen=window_left is None or window_left >= 9)
+        assert_rows(result, mean, math.log(count))
+
+
+@pytest.mark.parametrize(
+    ("window", "error"), [(-1, ValueError), (-(2**40), ValueError), (3.0, TypeError), (True, TypeError)]
+)
+def test_window_refused(device, window, error):
+    """Case 19: a negative window is no spelling of none."""
+    kv = view_of("paged", *index_probe(device, 1, 10), [10])
+    with pytest.raises(error, match=rf"^window_left: expected an integer ≥ 0, given {window}"):
+        attend(zeros(device, 1, 1), kv, window_left=window)
+
+
+@each_way(tokens=3)
+def test_window_of_each_draft_row(device, cut, layout):
+    """Case 20: each query token's window is its own, in uniform and in ragged batches."""
+    probe = index_probe(device, 3, 10)
+    kv = view_of(layout, *(t[:1] for t in probe), [10])
+    result = attend(torch.randn(1, 3, 1, 16, device=device), kv, cut, window_left=2)
+    assert_cut(result, cut, 10, all_seen=False)
+    assert_rows(result, [[[6.0], [7.0], [8.0]]], math.log(3))
+    kv = view_of(layout, *probe, [10, 10, 10])
+    q = torch.randn(5, 1, 16, device=device)  # the last row belongs to no request
+    result = attend(q, kv, cut, window_left=2, qo_indptr=ints([0, 3, 4, 4], device), given=True)
+    ln3 = math.log(3)
+    assert_rows(result, [[6.0], [7.0], [8.0], [8.0], [0.0]], [[ln3], [ln3], [ln3], [ln3], [-INF]])
+
+
+@each_way(tokens=1, splits=2)
+def test_softcap_of_huge_scores(device, cut, layout):
+    """Case 21: tanh saturates, and overflows nothing."""
+    q, k = zeros(device, 1, 1), zeros(device, 1, 2, 1)
+    q[..., 0], k[0, 0, 0, 0], k[0, 1, 0, 0] = 1.0, 5000.0, 10000.0
+    kv = view_of(layout, k, index_probe(device, 1, 2)[1], [2])
+    result = attend(q, kv, cut, softcap=50.0)
+    assert_cut(result, cut, 2)
+    assert_rows(result, 0.5, 50.693147)
+    # And on the other side.
+    result = attend(-q, kv, cut, softcap=50.0)
+    assert_rows(result, 0.5, -50.0 + math.log(2))
+
+
+@each_way(tokens=1)
+@pytest.mark.parametrize("masked_by", ["nothing", "length", "start", "window", "causal", "tree"])
+def test_softcap_before_the_mask(device, cut, layout, masked_by):
+    """Case 21: the cap follows the scale and precedes the mask: two masked keys change nothing."""
+    want = 0.873034, 2.063836
+    live = torch.zeros(2, 1, 16, device=device)
+    live[1, 0, 0] = 8.0
+    values = index_probe(device, 1, 2)[1][0]
+    masked, tens = torch.full_like(live, 8.0), torch.full_like(live, 10.0)
+    left = masked_by in ("start", "window")
+    k, v = (torch.cat([b, a] if left else [a, b])[None] for a, b in ((live, masked), (values, tens)))
+    q = torch.zeros(1, 1, 16, device=device)
+    q[..., 0] = 1.0
+    options, rules, tokens = {}, {}, 4
+    if masked_by == "nothing":
+        k, v, tokens = live[None], values[None], 2
+    elif masked_by == "length":
+        tokens = 2
+    elif masked_by == "start":
+        options["kv_start"] = ints([2], device)
+    elif masked_by == "window":
+        rules["window_left"] = 1
+    elif masked_by == "causal":
+        q = q[:, None].expand(1, 3, 1, 16)
+    else:
+        # The draft tokens are keys 1 to 3, of which the first sees itself alone.
+        q = q[:, None].expand(1, 3, 1, 16)
+        rules["tree_mask"] = ints([[[1], [0b111], [0b111]]], device)
+    kv = view_of(layout, k, v, [tokens], **options)
+    result = attend(q, kv, cut, sm_scale=0.5, softcap=2.0, **rules)
+    assert_cut(result, cut, tokens, all_seen=masked_by not in ("start", "window"))
+    first = result.out.view(-1, 16)[0], result.lse.view(-1)[0]
+    assert (first[0] - want[0]).abs().max() <= 1e-5 * want[0]
+    assert (first[1] - want[1]).abs() <= 1e-5 * want[1]
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_sinks(device, splits, layout):
+    """Case 22: the sink joins the denominator once, however many splits there are, and the lse not at all."""
+    k = zeros(device, 1, 128, 1)
+    kv = view_of(layout, k, k + 1, [128], page_size=16)
+    sinks = torch.tensor([math.log(128)], device=device)
+    for cut in (Cut(num_splits=splits), Cut(split_tokens=128 // splits)):
+        result = attend(torch.randn(1, 1, 16, device=device), kv, cut, sinks=sinks)
+        assert_cut(result, cut, 128)
+        assert_rows(result, 0.5, math.log(128))
+    # Through merge: partials without the sink, which joins at the end.
+    halves = [attend(zeros(device, 1, 1), view_of(layout, k[:, :64], k[:, :64] + 1, [64])) for _ in range(2)]
+    out, lse = splitkv.merge(torch.stack([h.out for h in halves]), torch.stack([h.lse for h in halves]), sinks=sinks)
+    assert (out - 0.5).abs().max() <= 0.5e-5 and (lse - math.log(128)).abs().max() <= 1e-5 * math.log(128)
+
+
+@each_way(tokens=2)
+def test_causal(device, cut, layout):
+    """Case 23: causal is bottom-right: the last query token sees every key."""
+    kv = view_of(layout, *index_probe(device, 1, 5), [5])
+    q = torch.randn(1, 2, 1, 16, device=device)
+    result = attend(q, kv, cut)
+    assert_cut(result, cut, 5)
+    assert_rows(result, [[[1.5], [2.0]]], [[[math.log(4)], [math.log(5)]]])
+    assert_rows(attend(q, kv, cut, causal=False), 2.0, math.log(5))
+
+
+@each_way(tokens=2)
+@pytest.mark.parametrize("form", ["uniform", "packed"])
+def test_rows_of_tables(device, cut, layout, form):
+    """Case 24: a query token finds its own request's table row and length."""
+    k, v = index_probe(device, 2, 6)
+    v[1] += 100
+    kv = view_of(layout, k, v, [4, 6])
+    q = torch.randn(2, 3, 1, 16, device=device)
+    if form == "packed":
+        q = q.flatten(0, 1)
+    result = attend(q, kv, cut, qo_indptr=ints([0, 3, 6], device) if form == "packed" else None)
+    assert_cut(result, cut, 4, 6)
+    want = torch.tensor([[0.5, 1.0, 1.5], [101.5, 102.0, 102.5]], dtype=torch.float64)
+    count = torch.tensor([[2.0, 3.0, 4.0], [4.0, 5.0, 6.0]], dtype=torch.float64)
+    assert_rows(result, want.view(result.lse.shape), count.log().view(result.lse.shape))
+
+
+TREE = [0b0001, 0b0011, 0b0101, 0b1101]  # 1 and 2 are children of 0, 3 of 2
+TREE_MEANS, TREE_COUNTS = [1.5, 2.0, 2.2, 17 / 6], [4, 5, 5, 6]
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous", "ragged"])
+@pytest.mark.parametrize(
+    "cut", [WHOLE, Cut(num_splits=2), Cut(num_splits=3), Cut(split_tokens=2), Cut(split_tokens=5)], ids=str
+)
+def test_tree_mask(device, cut, layout):
+    """Case 25: each node sees the cached keys, its ancestors and itself; split edges inside the tree."""
+    kv = view_of(layout, *index_probe(device, 1, 7), [7])
+    mask = ints([[[word] for word in TREE]], device)
+    logs = [[math.log(n)] for n in TREE_COUNTS]
+    result = attend(torch.randn(1, 4, 1, 16, device=device), kv, cut, tree_mask=mask)
+    assert_cut(result, cut, 7)
+    assert_rows(result, [[[mean] for mean in TREE_MEANS]], [logs])
+    # Packed, two heads, the second request with a chain of two nodes; bits of absent nodes say nothing.
+    kv = view_of(layout, *index_probe(device, 2, 7), [7, 5])
+    mask = ints([[[word] for word in TREE], [[0b1101], [-1], [0], [0]]], device)
+    result = attend(
+        torch.randn(6, 2, 16, device=device), kv, cut, tree_mask=mask, qo_indptr=ints([0, 4, 6], device), given=True
+    )
+    assert_rows(result, [[mean] for mean in [*TREE_MEANS, 1.5, 2.0]], [*logs, [math.log(4)], [math.log(5)]])
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+@pytest.mark.parametrize("cut", [WHOLE, Cut(num_splits=3), Cut(split_tokens=5)], ids=str)
+@pytest.mark.parametrize("poison", [math.nan, INF], ids=["nan", "inf"])
+def test_tree_node_that_nobody_sees(device, cut, layout, poison):
+    """Cases 12 and 25: a pruned node's slot, which no row sees, never enters arithmetic, whatever it holds."""
+    k, v = index_probe(device, 1, 7)
+    k[:, 4], v[:, 4] = poison, poison
+    pruned = [word & ~0b0010 for word in TREE]  # node 1 is token 4; its own row sees what its parent sees
+    kv = view_of(layout, k, v, [7])
+    mask = ints([[[word] for word in pruned]], device)
+    for heads in (1, 20):  # one tile, and two
+        result = attend(torch.randn(1, 4, heads, 16, device=device), kv, cut, tree_mask=mask)
+        assert_cut(result, cut, 7)
+        means, counts = [1.5, 1.5, 2.2, 17 / 6], [4, 4, 5, 6]
+        assert_rows(result, [[[mean] for mean in means]], [[[math.log(n)] for n in counts]])
