@@ -257,9 +257,9 @@ def fold_partials(
 ):
     """Merge `parts` partials of one row: returns its output [BLOCK_D] float32 and its natural log-sum-exp.
 
-    Online over blocks of BLOCK_P partials, all in base 2. (0, -inf) is the identity: a partial without keys weighs 0
-    whatever its row holds, and if nothing has keys the result is (0, -inf) again. The sink, a logit, joins the
-    denominator only.
+    Online over blocks of BLOCK_P partials. (0, -inf) is the identity: a partial without keys weighs 0 whatever its row
+    holds, and if nothing has keys the result is (0, -inf) again. Only differences of log-sum-exps are taken to base 2: the
+    maximum itself stays as it was read, so that the identity changes no bit. The sink, a logit, joins the denominator only.
     """
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
@@ -268,7 +268,7 @@ def fold_partials(
         part = first + tl.arange(0, BLOCK_P)
         live = part < parts
         part = part.to(tl.int64)
-        lse = tl.load(lse_ptr + part * stride_lse_part, mask=live, other=float("-inf")).to(tl.float32) * LOG2E
+        lse = tl.load(lse_ptr + part * stride_lse_part, mask=live, other=float("-inf")).to(tl.float32)
         keyed = live & (lse > float("-inf"))
         rows = tl.load(
             out_ptr + part[:, None] * stride_out_part + offs_d[None, :],
@@ -276,14 +276,14 @@ def fold_partials(
             other=0.0,
         ).to(tl.float32)
         new_top = tl.maximum(top, tl.max(lse, 0))
-        weight = tl.exp2(lse - finite_or_zero(new_top))
-        decay = tl.exp2(top - finite_or_zero(new_top))
+        weight = tl.exp2((lse - finite_or_zero(new_top)) * LOG2E)
+        decay = tl.exp2((top - finite_or_zero(new_top)) * LOG2E)
         total = total * decay + tl.sum(weight, 0)
         acc = acc * decay + tl.sum(rows * weight[:, None], 0)
         top = new_top
     denominator = total
     if HAS_SINK:
-        denominator = total + tl.where(total > 0, tl.exp2(sink * LOG2E - finite_or_zero(top)), 0.0)
+        denominator = total + tl.where(total > 0, tl.exp2((sink - finite_or_zero(top)) * LOG2E), 0.0)
     out = acc / tl.where(denominator > 0, denominator, 1.0)
-    lse_out = tl.where(total > 0, top * LN2 + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
+    lse_out = tl.where(total > 0, top + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
     return out, tl.max(lse_out, 0)
