@@ -173,7 +173,7 @@ class Expected:
             if not ratio <= 1:
                 worst = float((lse.double() - self.lse).abs().nan_to_num(0.0, posinf=math.inf).max())
                 raise AssertionError(
-                    f"{what} lse: expected an error of at most max({self.lse_absolute:g}, {self.lse_relative:g} · |lse|), "
+                    f"{what} lse: expected an error up to max({self.lse_absolute:g}, {self.lse_relative:g} · |lse|) "
                     f"and -inf in the same places, given {ratio:.3g} times that (largest error {worst:.3g})"
                 )
 
@@ -199,8 +199,8 @@ def expect(q: Tensor, kv: KVView, **rules: Any) -> Expected:
     """What `splitkv.decode_with_lse(q, kv, workspace, **rules)` must return, and its error budget.
 
     The same computation in PyTorch: products of operands of q's dtype summed in float32, softmax in float32, weights
-    rounded to q's dtype before they meet the values, output rounded once. Operands are held in float32, exactly, so that
-    every device sums in float32.
+    rounded to q's dtype before they meet the values, output rounded once. Operands are held in float32, exactly: every
+    device sums in float32.
 
     Args:
         q, kv, **rules: As for `splitkv.decode`, without workspace and outputs.

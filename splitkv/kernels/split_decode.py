@@ -387,6 +387,10 @@ def split_decode_kernel(
             mask=in_part[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
             other=0.0,
         )
+        if tree_ptr is not None:
+            # A draft token that no row sees weighs 0, but its value may be NaN.
+            v_seen = tl.max(seen.to(tl.int32), 0)[:, None] > 0
+            v = tl.where(v_seen, v, tl.zeros([1, 1], v.dtype))
         weights = probs.to(v.dtype)
         if WIDEN:
             weights = weights.to(tl.float32)
@@ -398,6 +402,8 @@ def split_decode_kernel(
                 mask=in_part[:, None] & (offs_dv_tail < HEAD_DIM_V)[None, :],
                 other=0.0,
             )
+            if tree_ptr is not None:
+                v_tail = tl.where(v_seen, v_tail, tl.zeros([1, 1], v_tail.dtype))
             if WIDEN:
                 v_tail = v_tail.to(tl.float32)
             acc_tail = tl.dot(weights, v_tail, acc_tail * decay[:, None], input_precision="ieee")
