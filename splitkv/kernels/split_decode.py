@@ -20,6 +20,7 @@ from splitkv.kernels.primitives import (
     part_tokens,
     parts_of,
     request_work,
+    tanh,
 )
 
 
@@ -311,6 +312,7 @@ def split_decode_kernel(
         acc_tail = tl.zeros([BLOCK_M, BLOCK_DV_TAIL], tl.float32)
     # Without a per-row mask or an unbounded bias, every row of a block that has a key sees one.
     ROW_MASK: tl.constexpr = MULTI_TOKEN and (RIGHT_BOUND or HAS_WINDOW or tree_ptr is not None)
+    inverse_cap = 1.0 / softcap
     score_scale = sm_scale if HAS_SOFTCAP or alibi_ptr is not None else sm_scale * LOG2E
     if BY_PAGE:
         # Page ids travel one block ahead through the loop: loaded in the block that uses them, they would keep the
@@ -349,8 +351,7 @@ def split_decode_kernel(
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
         scores *= score_scale
         if HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (exp(2x) + 1) is exact at both ends: exp saturates to 0 and inf.
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2E / softcap)) + 1.0))
+            scores = softcap * tanh(scores * inverse_cap)
         if alibi_ptr is not None:
             scores -= slope[:, None] * tl.abs(position[:, None] - key[None, :]).to(tl.float32)
         if HAS_SOFTCAP or alibi_ptr is not None:
