@@ -154,6 +154,11 @@ def _vector(align: int, *tensors: Tensor) -> int:
     return align // tensors[0].element_size()
 
 
+def _widen(dtype: torch.dtype) -> bool:
+    """Whether kernels must compute in float32 and round by hand: Triton's interpreter gets bfloat16 wrong."""
+    return dtype == torch.bfloat16 and _interpreter.interpreting()
+
+
 def _query_shape(q: Tensor, qo_indptr: Tensor | None) -> tuple[int, int, int, tuple[int, int, int]]:
     """(batch, q_len, total_q, strides of batch, token and head); q_len is 0 where it varies."""
     if qo_indptr is not None:
@@ -357,6 +362,7 @@ def plan_decode(
         DEPENDENT_LAUNCH=dependent,
         HAS_WINDOW=has_window,
         HAS_LSE=lse is not None,
+        WIDEN=_widen(config.dtype),
         BLOCK_B=32 if batch <= 32 else 256,
         BLOCK_M=rows,
     )
@@ -394,7 +400,6 @@ def plan_decode(
             HAS_SOFTCAP=softcap is not None,
             Q_VECTOR=_vector(16, q, out),
             KV_VECTOR=_vector(16, kv.k, kv.v),
-            WIDEN=config.dtype == torch.bfloat16 and _interpreter.interpreting(),
             BLOCK_N=tiles.block_n,
             BLOCK_D=block_d,
             BLOCK_D_TAIL=block_d_tail,
@@ -528,7 +533,7 @@ def merge(
             stride_lse_row=lse_rows[1],
             stride_lse_head=lse_heads[1],
         ),
-        constants=dict(HEAD_DIM_V=head_dim_v, HAS_LSE=True, BLOCK_P=16, BLOCK_DV=block),
+        constants=dict(HEAD_DIM_V=head_dim_v, HAS_LSE=True, WIDEN=_widen(outs.dtype), BLOCK_P=16, BLOCK_DV=block),
         num_warps=1,
     ).run(outs.device)
     return out, lse

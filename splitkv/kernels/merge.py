@@ -12,6 +12,7 @@ from splitkv.kernels.primitives import (
     load_q_range,
     parts_of,
     request_work,
+    round_to,
 )
 
 
@@ -54,6 +55,7 @@ def merge_splits_kernel(
     HAS_WINDOW: tl.constexpr,
     RIGHT_BOUND: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    WIDEN: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -162,7 +164,7 @@ def merge_splits_kernel(
         BLOCK_P,
         BLOCK_DV,
     )
-    tl.store(out_ptr + out_row + offs_d, out.to(out_ptr.dtype.element_ty), mask=d_mask)
+    tl.store(out_ptr + out_row + offs_d, round_to(out, out_ptr.dtype.element_ty, WIDEN), mask=d_mask)
     if HAS_LSE:
         tl.store(lse_ptr + lse_row, lse)
 
@@ -187,6 +189,7 @@ def merge_kernel(
     stride_lse_head: tl.int64,
     HEAD_DIM_V: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    WIDEN: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
@@ -218,7 +221,9 @@ def merge_kernel(
         BLOCK_DV,
     )
     tl.store(
-        out_ptr + row * stride_out_row + head * stride_out_head + offs_d, out.to(out_ptr.dtype.element_ty), mask=d_mask
+        out_ptr + row * stride_out_row + head * stride_out_head + offs_d,
+        round_to(out, out_ptr.dtype.element_ty, WIDEN),
+        mask=d_mask,
     )
     if HAS_LSE:
         tl.store(lse_ptr + row * stride_lse_row + head * stride_lse_head, lse)

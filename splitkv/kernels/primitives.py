@@ -242,6 +242,19 @@ def finite_or_zero(top):
 
 
 @triton.jit
+def round_to(x, dtype: tl.constexpr, WIDEN: tl.constexpr):
+    """float32 numbers in another dtype, to nearest, ties to even.
+
+    WIDEN: under Triton's interpreter, which cuts the lower bits off where dtype is bfloat16; they are rounded away before.
+    """
+    if WIDEN:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x.to(dtype)
+
+
+@triton.jit
 def tanh(x):
     """tanh in float32, to a few roundings of its size: an odd polynomial near 0, where 1 - 2 / (exp(2x) + 1) cancels.
 

@@ -20,6 +20,7 @@ from splitkv.kernels.primitives import (
     part_tokens,
     parts_of,
     request_work,
+    round_to,
     tanh,
 )
 
@@ -392,7 +393,7 @@ def split_decode_kernel(
             # A draft token that no row sees weighs 0, but its value may be NaN.
             v_seen = tl.max(seen.to(tl.int32), 0)[:, None] > 0
             v = tl.where(v_seen, v, tl.zeros([1, 1], v.dtype))
-        weights = probs.to(v.dtype)
+        weights = round_to(probs, v.dtype, WIDEN)
         if WIDEN:
             weights = weights.to(tl.float32)
             v = v.to(tl.float32)
@@ -426,13 +427,13 @@ def split_decode_kernel(
         out_type = out_ptr.dtype.element_ty
         tl.store(
             row_pointers(out_ptr, out_offset, offs_dv, Q_VECTOR),
-            (acc * inverse[:, None]).to(out_type),
+            round_to(acc * inverse[:, None], out_type, WIDEN),
             mask=row_live[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
         )
         if BLOCK_DV_TAIL:
             tl.store(
                 row_pointers(out_ptr, out_offset, offs_dv_tail, Q_VECTOR),
-                (acc_tail * inverse[:, None]).to(out_type),
+                round_to(acc_tail * inverse[:, None], out_type, WIDEN),
                 mask=row_live[:, None] & (offs_dv_tail < HEAD_DIM_V)[None, :],
             )
         if HAS_LSE:
