@@ -40,6 +40,9 @@ __all__ = [
     "unit_in_last_place",
 ]
 
+SMALL_CALL = 4096
+"""Output elements up to which the budget of a call is taken over several orders of summation."""
+
 GUARD_BYTES = 4096
 GUARD = 0xA5
 POISONS = ("nan", "garbage", "zero")
@@ -96,17 +99,17 @@ class Expected:
     lse_relative: float
 
     @classmethod
-    def of(cls, out: Tensor, lse: Tensor, same: Tensor, lse_absolute: float, lse_relative: float) -> Expected:
-        """The budget from the float64 result and that of the same computation in PyTorch, in the output's dtype."""
+    def of(cls, out: Tensor, lse: Tensor, same: list[Tensor], lse_absolute: float, lse_relative: float) -> Expected:
+        """The budget from the float64 result and those of the same computation in PyTorch, in the output's dtype."""
         largest = float(out.abs().max()) if out.numel() else 0.0
         norm = float(out.norm())
-        error = same.double() - out
-        rounding = 2 * unit_in_last_place(largest, same.dtype)
+        errors = [computed.double() - out for computed in same]
+        rounding = 2 * unit_in_last_place(largest, same[0].dtype)
         return cls(
             out=out,
             lse=lse,
-            norm_limit=(2 * float(error.norm()) / norm + rounding / largest) if norm else 0.0,
-            element_limit=2 * (float(error.abs().max()) if out.numel() else 0.0) + rounding,
+            norm_limit=(2 * max(float(error.norm()) for error in errors) / norm + rounding / largest) if norm else 0.0,
+            element_limit=2 * max(float(error.abs().max()) if out.numel() else 0.0 for error in errors) + rounding,
             lse_absolute=lse_absolute,
             lse_relative=lse_relative,
         )
@@ -200,16 +203,31 @@ def expect(q: Tensor, kv: KVView, **rules: Any) -> Expected:
 
     The same computation in PyTorch: products of operands of q's dtype summed in float32, softmax in float32, weights
     rounded to q's dtype before they meet the values, output rounded once. Operands are held in float32, exactly: every
-    device sums in float32.
+    device sums in float32. The order of a sum is no part of the computation, and over few numbers its error is a matter
+    of luck, often 0: small calls are computed in several orders, and the largest error counts.
 
     Args:
         q, kv, **rules: As for `splitkv.decode`, without workspace and outputs.
     """
 
+    generator = torch.Generator().manual_seed(0)
+
+    def shuffle(n: int) -> Tensor:
+        return torch.randperm(n, generator=generator).to(q.device)
+
     def attend(
-        q32: Tensor, k32: Tensor, v32: Tensor, sees: Tensor, *, sinks: Tensor | None = None, **more: Any
+        q32: Tensor,
+        k32: Tensor,
+        v32: Tensor,
+        sees: Tensor,
+        *,
+        keys: Tensor,
+        sinks: Tensor | None = None,
+        **more: Any,
     ) -> tuple[Tensor, Tensor]:
-        scores = reference.attention_scores(q32, k32, sees, **more)
+        dims, tokens = shuffle(q32.shape[-1]), shuffle(k32.shape[0])
+        q32, k32, v32 = q32[..., dims], k32[tokens][..., dims], v32[tokens]
+        scores = reference.attention_scores(q32, k32, sees[:, tokens], keys=keys[tokens], **more)
         logits = scores
         if sinks is not None:
             sink = sinks.float().view(1, *scores.shape[1:3], 1).expand(*scores.shape[:3], 1)
@@ -220,8 +238,9 @@ def expect(q: Tensor, kv: KVView, **rules: Any) -> Expected:
         return reference.weigh(weights.to(q.dtype).float(), v32), lse
 
     out, lse = reference.decode_with_lse(q, kv, dtype=torch.float64, **rules)
+    orders = 8 if out.numel() <= SMALL_CALL else 1
     with _float32_products():
-        same, _ = reference.decode_with_lse(q, kv, attend=attend, **rules)
+        same = [reference.decode_with_lse(q, kv, attend=attend, **rules)[0] for _ in range(orders)]
     wide = q.dtype == torch.float32
     return Expected.of(out, lse, same, lse_absolute=1e-5 if wide else 1e-2, lse_relative=1e-5 if wide else 0.0)
 
@@ -236,7 +255,10 @@ def expect_merge(outs: Tensor, lses: Tensor, *, sinks: Tensor | None = None) -> 
     logits = lses if sinks is None else torch.cat([lses, sinks.float().expand(1, *lses.shape[1:])])
     seen = lses > -math.inf
     weights = torch.softmax(logits, dim=0)[: lses.shape[0]].masked_fill(~seen, 0.0)
-    same = (weights[..., None] * outs.float().masked_fill(~seen[..., None], 0.0)).sum(dim=0).to(outs.dtype)
+    terms = weights[..., None] * outs.float().masked_fill(~seen[..., None], 0.0)
+    generator = torch.Generator().manual_seed(0)
+    orders = [torch.randperm(terms.shape[0], generator=generator).to(terms.device) for _ in range(8)]
+    same = [terms[order].sum(dim=0).to(outs.dtype) for order in orders]
     return Expected.of(out, lse, same, lse_absolute=1e-5, lse_relative=1e-5)
 
 
