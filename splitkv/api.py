@@ -181,11 +181,12 @@ def _row_strides(tensor: Tensor, ragged: bool, last: bool) -> tuple[int, int, in
     return (0, strides[0], strides[1]) if ragged else (strides[0], 0, strides[1])
 
 
-def _check_heads(name: str, value: object, q: Tensor, *dtypes: torch.dtype) -> Tensor:
+def _check_heads(name: str, value: object, rows: Tensor, of: str, *dtypes: torch.dtype) -> Tensor:
+    """Check a vector of one number per head of `rows` [..., heads, width], the argument named by `of`."""
     value = checks.check_tensor(name, value)
     checks.check_dtype(name, value, *dtypes)
-    checks.check_shape(name, value, [q.shape[-2]])
-    checks.check_device(name, value, q.device, "q")
+    checks.check_shape(name, value, [rows.shape[-2]])
+    checks.check_device(name, value, rows.device, of)
     if value.shape[0] > 1 and value.stride(0) != 1:
         raise ValueError(f"{name}: expected a stride of 1, given {value.stride(0)}")
     return value
@@ -247,9 +248,9 @@ def plan_decode(
     if softcap is not None:
         softcap = checks.check_finite("softcap", softcap, above=0.0)
     if sinks is not None:
-        _check_heads("sinks", sinks, q, torch.float32, config.dtype)
+        _check_heads("sinks", sinks, q, "q", torch.float32, config.dtype)
     if alibi_slopes is not None:
-        _check_heads("alibi_slopes", alibi_slopes, q, torch.float32)
+        _check_heads("alibi_slopes", alibi_slopes, q, "q", torch.float32)
     if tree_mask is not None:
         tree_mask = checks.check_tensor("tree_mask", tree_mask)
         checks.check_dtype("tree_mask", tree_mask, torch.int32)
@@ -490,7 +491,7 @@ def merge(
     if sinks is not None:
         if outs.dim() < 3:
             raise ValueError(f"sinks: expected outs with a dimension of heads, given {checks.shape_text(outs.shape)}")
-        _check_heads("sinks", sinks, outs, torch.float32, outs.dtype)
+        _check_heads("sinks", sinks, outs, "outs", torch.float32, outs.dtype)
     if out is not None:
         checks.check_tensor("out", out)
         checks.check_dtype("out", out, outs.dtype)
