@@ -80,7 +80,7 @@ def written_rows(result: Result) -> int:
 
 
 @given(problem=problems())
-@examples(40)
+@examples(30)
 def test_any_problem_is_within_the_error_budget(problem, record_ratios):
     expected = problem.expected()
     result = attend(problem)
@@ -141,17 +141,21 @@ def test_every_row_of_the_call_is_written_and_nothing_else(problem, given_output
     problem.expected().check(*returned, problem)
 
 
-@given(problem=problems(query="ragged", max_len=40), asked=st.booleans())
-@examples(6)
-def test_rows_past_the_last_query_token_are_zero(problem, asked):
+@given(problem=problems(query="ragged", max_len=20))
+@examples(5)
+def test_rows_past_the_last_query_token_are_zero(problem):
     live = sum(problem.q_lens)
-    out, lse = attend(problem).out[live:], attend(problem).lse[live:]
-    assert bool((out == 0).all()) and bool((lse == -math.inf).all())
-    if not asked:
-        scratch = PoisonedWorkspace(problem.config, DEVICE)
-        only = splitkv.decode(problem.q, problem.kv, scratch.workspace, **problem.rules)
-        assert same_bits(only[live:], out)
-        assert not scratch.written("lse").any()  # not asked for, not touched
+    result = attend(problem)
+    assert bool((result.out[live:] == 0).all()) and bool((result.lse[live:] == -math.inf).all())
+
+
+@given(problem=problems(max_len=40))
+@examples(4)
+def test_without_asking_for_it_no_lse_is_written(problem):
+    scratch = PoisonedWorkspace(problem.config, DEVICE)
+    out = splitkv.decode(problem.q, problem.kv, scratch.workspace, **problem.rules)
+    assert same_bits(out, attend(problem).out)
+    assert not scratch.written("lse").any()
 
 
 # Splitting.
@@ -182,7 +186,14 @@ def test_fixed_split_tokens_agree(problem, split_tokens, max_parts):
 def test_the_default_schedule_cuts_a_long_sequence_and_leaves_short_ones_whole():
     choices = dict(num_splits=None, split_tokens=None, max_splits=None, query="one", window_left=None, kv_start=False)
     problem = make_problem(
-        0, device=DEVICE, lens=(9000, 40, 0), num_kv_heads=2, group_size=2, mask="causal", head_dim=64, **choices
+        0,
+        device=DEVICE,
+        lens=(3000 if COMPILED else 600, 40, 0),
+        num_kv_heads=2,
+        group_size=2,
+        mask="causal",
+        head_dim=64,
+        **choices,
     )
     result = attend(problem)
     rows_of_one_part = problem.config.group_size * problem.config.num_kv_heads
