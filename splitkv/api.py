@@ -32,9 +32,10 @@ class Launch:
     constants: dict[str, Any]
     num_warps: int
     dependent: bool = False
+    max_registers: int = 0
 
     def run(self, device: torch.device) -> None:
-        launch(self.kernel, self.grid, device, self.operands, self.constants, self.num_warps, self.dependent)
+        launch(self.kernel, self.grid, device, self.operands, self.constants, self.num_warps, self.dependent, self.max_registers)
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,11 @@ def _steps(name: str, strides: tuple[int, ...], vector: int) -> tuple[int, ...]:
     return steps
 
 
+def _widen(dtype: torch.dtype) -> bool:
+    """Whether kernels must compute in float32 and round by hand: Triton's interpreter gets bfloat16 wrong."""
+    return dtype == torch.bfloat16 and _interpreter.interpreting()
+
+
 def _query_shape(q: Tensor, qo_indptr: Tensor | None) -> tuple[int, int, int, tuple[int, int, int]]:
     """(batch, q_len, total_q, strides of batch, token and head); q_len is 0 where it varies."""
     if qo_indptr is not None:
@@ -190,11 +196,12 @@ def _row_strides(tensor: Tensor, ragged: bool, last: bool) -> tuple[int, int, in
     return (0, strides[0], strides[1]) if ragged else (strides[0], 0, strides[1])
 
 
-def _check_heads(name: str, value: object, q: Tensor, *dtypes: torch.dtype) -> Tensor:
+def _check_heads(name: str, value: object, rows: Tensor, of: str, *dtypes: torch.dtype) -> Tensor:
+    """Check a vector of one number per head of `rows` [..., heads, width], the argument named by `of`."""
     value = checks.check_tensor(name, value)
     checks.check_dtype(name, value, *dtypes)
-    checks.check_shape(name, value, [q.shape[-2]])
-    checks.check_device(name, value, q.device, "q")
+    checks.check_shape(name, value, [rows.shape[-2]])
+    checks.check_device(name, value, rows.device, of)
     if value.shape[0] > 1 and value.stride(0) != 1:
         raise ValueError(f"{name}: expected a stride of 1, given {value.stride(0)}")
     return value
@@ -256,9 +263,9 @@ def plan_decode(
     if softcap is not None:
         softcap = checks.check_finite("softcap", softcap, above=0.0)
     if sinks is not None:
-        _check_heads("sinks", sinks, q, torch.float32, config.dtype)
+        _check_heads("sinks", sinks, q, "q", torch.float32, config.dtype)
     if alibi_slopes is not None:
-        _check_heads("alibi_slopes", alibi_slopes, q, torch.float32)
+        _check_heads("alibi_slopes", alibi_slopes, q, "q", torch.float32)
     if tree_mask is not None:
         tree_mask = checks.check_tensor("tree_mask", tree_mask)
         checks.check_dtype("tree_mask", tree_mask, torch.int32)
@@ -311,15 +318,31 @@ def plan_decode(
     rows = config.q_tile_rows
     if not ragged:
         rows = min(rows, max(16, next_power_of_2(q_len * group_size)))
+    kv_vector = _vector(16, kv.k, kv.v)
+    if kv_vector == 1 or tree_mask is not None:
+        # Warp-group products (64 rows on Hopper) of values that come through registers, not by an asynchronous copy, read
+        # wrong shared memory where key and value widths differ (seen with Triton 3.6).
+        rows = min(rows, 32)
     q_tiles = tile_bound(batch, total_q, group_size, rows) if ragged else batch * cdiv(q_len * group_size, rows)
     slots = min(workspace.partial_out.numel() // (rows * head_dim_v), workspace.partial_lse.numel() // rows)
-    target = tile_sizes.Target.of(workspace.device)
-    measured = workspace.tiles
-    tiles = None if measured is None else measured.lookup(target.arch, config.dtype, head_dim, head_dim_v, rows)
+    target = workspace.target
+    fixed = num_splits is not None or config.split_tokens is not None
+    tiles = None
+    if workspace.tiles is not None:
+        tiles = workspace.tiles.lookup(target.arch, config.dtype, head_dim, head_dim_v, rows)
     if tiles is None:
-        tiles = tile_sizes.choose(target, config.dtype, head_dim, head_dim_v, rows)
+        tiles = tile_sizes.choose(
+            target,
+            config.dtype,
+            head_dim,
+            head_dim_v,
+            rows,
+            aligned=kv_vector > 1,
+            # Never with fixed parts: a row's bits must not depend on how many others there are.
+            few_tiles=not fixed and 2 * q_tiles * num_kv_heads <= target.num_sms,
+        )
     dependent = target.arch.startswith("cuda:") and int(target.arch[5:]) >= 90
-    if num_splits is not None or config.split_tokens is not None:
+    if fixed:
         schedule = FIXED_TOKENS if num_splits is None else FIXED_PARTS
         parts = config.max_parts if num_splits is None else num_splits
         units = q_tiles * parts
@@ -380,9 +403,9 @@ def plan_decode(
         HAS_WINDOW=has_window,
         HAS_LSE=lse is not None,
         BLOCK_B=1 if batch <= 1 else 16 if batch <= 16 else 64 if batch <= 64 else 256,
+        WIDEN=_widen(config.dtype),
         BLOCK_M=rows,
     )
-    kv_vector = _vector(16, kv.k, kv.v)
     stride_k = _steps("k", where.stride_k, kv_vector)
     stride_v = _steps("v", where.stride_v, kv_vector)
     split = Launch(
@@ -420,7 +443,6 @@ def plan_decode(
             Q_VECTOR=_vector(16, q, out),
             SAME_STRIDES=stride_k == stride_v,
             KV_VECTOR=kv_vector,
-            WIDEN=config.dtype == torch.bfloat16 and _interpreter.interpreting(),
             BLOCK_N=tiles.block_n,
             BLOCK_D=block_d,
             BLOCK_D_TAIL=block_d_tail,
@@ -431,6 +453,7 @@ def plan_decode(
         ),
         num_warps=tiles.num_warps,
         dependent=dependent,
+        max_registers=tiles.max_registers,
     )
     launches = [split] if q_tiles else []
     # Nothing is left to merge where every tile has one part by construction; rows past qo_indptr[-1] are the merge's.
@@ -514,7 +537,7 @@ def merge(
     if sinks is not None:
         if outs.dim() < 3:
             raise ValueError(f"sinks: expected outs with a dimension of heads, given {checks.shape_text(outs.shape)}")
-        _check_heads("sinks", sinks, outs, torch.float32, outs.dtype)
+        _check_heads("sinks", sinks, outs, "outs", torch.float32, outs.dtype)
     if out is not None:
         checks.check_tensor("out", out)
         checks.check_dtype("out", out, outs.dtype)
@@ -557,7 +580,7 @@ def merge(
             stride_lse_row=lse_rows[1],
             stride_lse_head=lse_heads[1],
         ),
-        constants=dict(HEAD_DIM_V=head_dim_v, HAS_LSE=True, BLOCK_P=16, BLOCK_DV=block),
+        constants=dict(HEAD_DIM_V=head_dim_v, HAS_LSE=True, WIDEN=_widen(outs.dtype), BLOCK_P=16, BLOCK_DV=block),
         num_warps=1,
     ).run(outs.device)
     return out, lse

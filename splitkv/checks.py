@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from itertools import pairwise
@@ -97,11 +96,6 @@ def check_index_vector(name: str, tensor: object, device: torch.device, of: str,
     return tensor
 
 
-def debugging() -> bool:
-    """Whether values on the device are read back and checked: SPLITKV_DEBUG is set, and not to 0."""
-    return os.environ.get("SPLITKV_DEBUG", "0") not in ("", "0")
-
-
 def check_values(name: str, values: Sequence[int], low: int, high: int | None = None) -> None:
     """Raise ValueError, naming the row, unless each of these values read back from the device is in low…high."""
     for row, value in enumerate(values):
@@ -121,10 +115,12 @@ def check_prefix_sums(name: str, values: Sequence[int], high: int) -> None:
 
 
 def check_finite(name: str, value: object, *, above: float | None = None) -> float:
-    """Raise unless this is a finite real number (greater than `above` where that is given); return it as a float."""
+    """Raise unless this is a real number, finite in float32 (and greater than `above` there); return it as a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected a real number, given {value!r}")
-    if not math.isfinite(value) or (above is not None and value <= above):
-        bound = "finite" if above is None else f"finite and > {above:g}"
+    single = torch.finfo(torch.float32)
+    least = -single.max if above is None else max(above, single.tiny)
+    if not least <= value <= single.max or value == above:
+        bound = "finite in float32" if above is None else f"finite and > {above:g} in float32"
         raise ValueError(f"{name}: expected a number that is {bound}, given {value}")
     return float(value)

@@ -1,18 +1,22 @@
 """The oracle: what decode, merge and append compute, in plain PyTorch and einops, one request at a time.
 
-Imports nothing of the package and calls no kernel. Everything else is measured against it. `dtype=torch.float64` computes
-in float64 and returns that; without it everything is computed in float32 and the output rounded to the dtype of q.
+Imports nothing of the package and calls no kernel. Everything else is measured against it. `dtype=torch.float64`
+computes in float64 and returns that; without it everything is computed in float32 and the output rounded to the dtype
+of q.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from einops import einsum, rearrange
 from torch import Tensor
+
+Attend: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
 
 
 def request_range(kv: Any, b: int) -> tuple[int, int]:
@@ -91,33 +95,27 @@ def visible(
     return sees
 
 
-def attend(
+def attention_scores(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     sees: Tensor,
     *,
     sm_scale: float,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     positions: Tensor | None = None,
     keys: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of one request in the dtype of its inputs.
+) -> Tensor:
+    """[q_len, num_kv_heads, group_size, tokens] scores of one request in the dtype of q and k, -inf where not seen.
 
-    Order of the rules: dot, sm_scale, softcap, ALiBi, mask, softmax; the sink joins the denominator last.
+    Order of the rules: dot, sm_scale, softcap, ALiBi, mask.
 
     Args:
         q: [q_len, num_q_heads, head_dim].
-        k, v: [tokens, num_kv_heads, head_dim or head_dim_v].
+        k: [tokens, num_kv_heads, head_dim].
         sees: [q_len, tokens] bool.
-        sm_scale, softcap, sinks, alibi_slopes: As for `splitkv.decode`.
+        sm_scale, softcap, alibi_slopes: As for `splitkv.decode`.
         positions, keys: [q_len] and [tokens] token indices, for ALiBi.
-
-    Returns:
-        out [q_len, num_q_heads, head_dim_v], lse [q_len, num_q_heads] (natural log, without the sink); 0 and -inf where
-        nothing is seen.
     """
     num_kv_heads = k.shape[1]
     grouped = rearrange(q, "q (h g) d -> q h g d", h=num_kv_heads)
@@ -129,15 +127,41 @@ def attend(
         distance = (positions[:, None] - keys[None, :]).abs().to(scores.dtype)
         slopes = rearrange(alibi_slopes.to(scores.dtype), "(h g) -> h g", h=num_kv_heads)
         scores = scores - einsum(slopes, distance, "h g, q n -> q h g n")
-    scores = scores.masked_fill(~rearrange(sees, "q n -> q 1 1 n"), -math.inf)
+    return scores.masked_fill(~rearrange(sees, "q n -> q 1 1 n"), -math.inf)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, *, sinks: Tensor | None = None, **rules: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention of one request in the dtype of its inputs.
+
+    Args:
+        q, k, sees, **rules: As for `attention_scores`.
+        v: [tokens, num_kv_heads, head_dim_v].
+        sinks: As for `splitkv.decode`; they join the softmax denominator last.
+
+    Returns:
+        out [q_len, num_q_heads, head_dim_v], lse [q_len, num_q_heads] (natural log, without the sink); 0 and -inf where
+        nothing is seen.
+    """
+    scores = attention_scores(q, k, sees, **rules)
     lse = torch.logsumexp(scores, dim=-1)
     top = torch.where(lse == -math.inf, torch.zeros_like(lse), lse)
     weights = torch.exp(scores - top[..., None])
     if sinks is not None:
-        sink = rearrange(sinks.to(scores.dtype), "(h g) -> h g", h=num_kv_heads)
+        sink = rearrange(sinks.to(scores.dtype), "(h g) -> h g", h=k.shape[1])
         weights = weights / (1 + torch.exp(sink - top))[..., None]
-    out = einsum(weights, v, "q h g n, n h d -> q h g d")
-    return rearrange(out, "q h g d -> q (h g) d"), rearrange(lse, "q h g -> q (h g)")
+    return weigh(weights, v), rearrange(lse, "q h g -> q (h g)")
+
+
+def weigh(weights: Tensor, v: Tensor) -> Tensor:
+    """[q_len, num_q_heads, head_dim_v] sum of values [tokens, num_kv_heads, head_dim_v] with the weights given.
+
+    Args:
+        weights: [q_len, num_kv_heads, group_size, tokens].
+        v: [tokens, num_kv_heads, head_dim_v], of the same dtype.
+    """
+    return rearrange(einsum(weights, v, "q h g n, n h d -> q h g d"), "q h g d -> q (h g) d")
 
 
 def decode_with_lse(
@@ -155,13 +179,16 @@ def decode_with_lse(
     tree_mask: Tensor | None = None,
     num_splits: int | None = None,
     dtype: torch.dtype | None = None,
+    attend: Attend = attend,
 ) -> tuple[Tensor, Tensor]:
     """`splitkv.decode_with_lse` in plain PyTorch: the same arguments, and no limits.
 
     workspace and num_splits, which never change what is computed, are taken so that calls can be exchanged.
 
     Args:
-        dtype: Compute in this dtype and return out and lse in it; None: compute in float32, return out like q, lse float32.
+        dtype: Compute in this dtype and return out and lse in it; None: compute in float32, return out like q, lse
+            float32.
+        attend: What computes one request, called as the function of that name here.
     """
     compute = dtype or torch.float32
     if qo_indptr is not None:

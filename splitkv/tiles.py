@@ -58,6 +58,7 @@ class Tiles:
         programs_per_sm: Programs that are in flight on one multiprocessor.
         min_chunk: Least tokens of a part, below which cutting costs more than it gains.
         segment_cost: What it costs a program to begin and end within tiles, in tokens that it could attend meanwhile.
+        max_registers: Registers per thread that the compiler may use, so that programs_per_sm fit; 0 leaves it the choice.
     """
 
     block_n: int
@@ -66,6 +67,7 @@ class Tiles:
     programs_per_sm: int
     min_chunk: int
     segment_cost: int = 128
+    max_registers: int = 0
 
 
 def split_width(width: int) -> tuple[int, int]:
@@ -85,11 +87,20 @@ def split_width(width: int) -> tuple[int, int]:
 def shared_bytes(rows: int, block_n: int, num_stages: int, head_dim: int, head_dim_v: int, itemsize: int) -> int:
     """Upper estimate of the shared memory of one program: buffered keys and values, the query and the weights."""
     width, width_v = sum(split_width(head_dim)), sum(split_width(head_dim_v))
-    buffers = max(num_stages, 1) * block_n * (width + width_v)
-    return itemsize * (buffers + rows * (width + block_n)) + 4 * rows * 16
+    buffers = max(num_stages - 1, 1) * block_n * (width + width_v)
+    return itemsize * (buffers + rows * (width + width_v + block_n)) + 4 * rows * 16
 
 
-def choose(target: Target, dtype: torch.dtype, head_dim: int, head_dim_v: int, rows: int) -> Tiles:
+def choose(
+    target: Target,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    rows: int,
+    *,
+    aligned: bool = True,
+    few_tiles: bool = False,
+) -> Tiles:
     """Tiles for a geometry on a target.
 
     Args:
@@ -97,6 +108,8 @@ def choose(target: Target, dtype: torch.dtype, head_dim: int, head_dim_v: int, r
         dtype: Of queries and caches.
         head_dim, head_dim_v: Key and value width.
         rows: Rows of a query tile.
+        aligned: Whether rows of keys and values can be copied 16 bytes at a time.
+        few_tiles: Whether the query tiles of all heads are few beside the multiprocessors.
 
     Raises:
         ValueError: nothing fits the shared memory of a program; names the widths and the limit.
@@ -105,13 +118,29 @@ def choose(target: Target, dtype: torch.dtype, head_dim: int, head_dim_v: int, r
         return Tiles(block_n=32, num_warps=4, num_stages=1, programs_per_sm=4, min_chunk=16)
     itemsize = dtype.itemsize
     wide = max(sum(split_width(head_dim)), sum(split_width(head_dim_v)))
-    num_warps = 8 if rows * wide >= 64 * 256 else 4
-    first = 64 if itemsize == 2 else 32
-    for block_n, num_stages in ((first, 3), (first, 2), (first // 2, 3), (first // 2, 2), (16, 2), (16, 1)):
+    narrow = itemsize == 2 and wide <= 128 and rows <= 16
+    candidates = [(64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1)]
+    if not aligned:
+        # Element by element nothing can be copied ahead, and the pointers alone fill the registers.
+        candidates = [(16, 1)]
+    elif itemsize == 4 or (narrow and not few_tiles):
+        candidates = candidates[2:]
+    for block_n, num_stages in candidates:
         needed = shared_bytes(rows, block_n, num_stages, head_dim, head_dim_v, itemsize)
-        if needed <= target.shared_memory:
-            resident = max(1, min(2, target.sm_shared_memory // max(needed, 1)))
-            return Tiles(block_n, num_warps, num_stages, resident, min_chunk=block_n)
+        if needed > target.shared_memory:
+            continue
+        # Measured on an H200: where tiles are few, two programs of long blocks keep more bytes in flight than four of short
+        # ones; where they are many, four hide each other's beginnings and ends.
+        fit = max(1, target.sm_shared_memory // needed)
+        programs = min(4 if narrow and block_n == 32 else 2, fit)
+        return Tiles(
+            block_n=block_n,
+            num_warps=8 if rows * wide >= 64 * 256 else 4,
+            num_stages=num_stages,
+            programs_per_sm=programs,
+            min_chunk=block_n,
+            max_registers=128 if programs > 2 and target.arch.startswith("cuda:") else 0,
+        )
     raise ValueError(
         f"head_dim: expected widths whose tiles fit {target.shared_memory} bytes of shared memory on {target.arch}, "
         f"given head_dim {head_dim}, head_dim_v {head_dim_v} with {rows} rows of {dtype} ({needed} bytes)"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from splitkv import checks
 from splitkv.config import ALIGNMENT, Section, WorkspaceConfig
+from splitkv.tiles import Target
 from splitkv.tiles_io import TileTable
 
 
@@ -71,6 +72,7 @@ class Workspace:
         out: [max_total_q, num_q_heads, head_dim_v] of the config's dtype.
         lse: [max_total_q, num_q_heads] float32, natural log.
         device: Where they live.
+        target: What tiles are chosen by: the architecture and sizes of the device.
         tiles: Measured tile sizes that replace the built-in choice where they have an entry, or None.
     """
 
@@ -87,6 +89,7 @@ class Workspace:
         for name, view in carve(buffer, config.sections()).items():
             setattr(self, name, view)
         self.device = buffer.device
+        self.target = Target.of(self.device)
         self.tiles: TileTable | None = None
 
     @classmethod

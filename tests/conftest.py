@@ -1,6 +1,7 @@
 import splitkv  # isort: skip # noqa: F401 - before anything imports triton: without a GPU it chooses the interpreter
 
 import os
+from collections.abc import Callable
 
 import hypothesis
 import pytest
@@ -37,3 +38,26 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def record_ratios(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Keeps errors as shares of the error budget: `record_ratios(dtype, out, lse)`; the worst are shown at the end."""
+
+    def record(dtype: torch.dtype, *ratios: float) -> None:
+        for name, ratio in zip(("out", "lse"), ratios, strict=False):
+            record_property(f"error ratio {name} {str(dtype).removeprefix('torch.')}", ratio)
+
+    return record
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    worst: dict[str, tuple[float, str]] = {}
+    for report in [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]:
+        for name, value in report.user_properties:
+            if name.startswith("error ratio ") and not value <= worst.get(name, (-1.0, ""))[0]:
+                worst[name] = (value, report.nodeid)
+    if worst:
+        terminalreporter.section("largest errors as shares of the error budget")
+        for name, (value, where) in sorted(worst.items()):
+            terminalreporter.line(f"{value:6.3f}  {name.removeprefix('error ratio '):14s}  {where}")

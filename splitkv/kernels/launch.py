@@ -18,6 +18,7 @@ def launch(
     constants: Mapping[str, Any],
     num_warps: int,
     dependent: bool = False,
+    max_registers: int = 0,
 ) -> None:
     """Enqueue `kernel` on the current stream of `device`, whatever device is current; does nothing for an empty grid.
 
@@ -30,12 +31,15 @@ def launch(
         num_warps: Warps per program.
         dependent: Start the kernel while the one before it ends (programmatic dependent launch, sm_90 and newer). The
             kernel itself then waits for the other's memory.
+        max_registers: Registers per thread that the compiler may use; 0 leaves it the choice.
     """
     if 0 in grid:
         return
     with torch.cuda.device(device) if device.type == "cuda" else _quiet_numpy():
         # Fusing a multiply and an add is what every hand-written kernel does; Triton wants it said.
-        options = {"launch_pdl": True} if dependent else {}
+        options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
+        if max_registers:
+            options["maxnreg"] = max_registers
         kernel[grid](**operands, **constants, num_warps=num_warps, enable_fp_fusion=True, **options)
 
 

@@ -15,6 +15,7 @@ from splitkv.kernels.primitives import (
     request_begin,
     request_work,
     tile_weight,
+    round_to,
 )
 
 
@@ -56,6 +57,7 @@ def merge_splits_kernel(
     HAS_WINDOW: tl.constexpr,
     RIGHT_BOUND: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    WIDEN: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -161,7 +163,7 @@ def merge_splits_kernel(
         BLOCK_P,
         BLOCK_DV,
     )
-    tl.store(out_ptr + out_row + offs_d, out.to(out_ptr.dtype.element_ty), mask=d_mask)
+    tl.store(out_ptr + out_row + offs_d, round_to(out, out_ptr.dtype.element_ty, WIDEN), mask=d_mask)
     if HAS_LSE:
         tl.store(lse_ptr + lse_row, lse)
 
@@ -186,6 +188,7 @@ def merge_kernel(
     stride_lse_head: tl.int64,
     HEAD_DIM_V: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    WIDEN: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
@@ -219,7 +222,9 @@ def merge_kernel(
         BLOCK_DV,
     )
     tl.store(
-        out_ptr + row * stride_out_row + head * stride_out_head + offs_d, out.to(out_ptr.dtype.element_ty), mask=d_mask
+        out_ptr + row * stride_out_row + head * stride_out_head + offs_d,
+        round_to(out, out_ptr.dtype.element_ty, WIDEN),
+        mask=d_mask,
     )
     if HAS_LSE:
         tl.store(lse_ptr + row * stride_lse_row + head * stride_lse_head, lse)

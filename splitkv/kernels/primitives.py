@@ -286,6 +286,33 @@ def finite_or_zero(top):
 
 
 @triton.jit
+def round_to(x, dtype: tl.constexpr, WIDEN: tl.constexpr):
+    """float32 numbers in another dtype, to nearest, ties to even.
+
+    WIDEN: under Triton's interpreter, which cuts the lower bits off where dtype is bfloat16; they are rounded away before.
+    """
+    if WIDEN:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x.to(dtype)
+
+
+@triton.jit
+def tanh(x):
+    """tanh in float32, to a few roundings of its size: an odd polynomial near 0, where 1 - 2 / (exp(2x) + 1) cancels.
+
+    A soft cap multiplies what it returns by the cap, which may be large, so that an error relative to 1 would not do. The
+    quotient is exact at both ends: exp saturates to 0 and inf. The polynomial is a least-maximum fit of its own on 0…0.65
+    (relative error 7e-9).
+    """
+    z = x * x
+    cubic = -0.3333325982 + z * (0.1333083063 + z * (-0.0536880121 + z * (0.0204693936 + z * -0.0055151386)))
+    quotient = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+    return tl.where(tl.abs(x) < 0.65, x + x * z * cubic, quotient)
+
+
+@triton.jit
 def fold_partials(
     out_ptr,
     lse_ptr,

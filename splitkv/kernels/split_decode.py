@@ -22,6 +22,8 @@ from splitkv.kernels.primitives import (
     locate,
     part_tokens,
     request_work,
+    round_to,
+    tanh,
     tile_weight,
 )
 
@@ -273,6 +275,7 @@ def split_decode_kernel(
             acc_tail = tl.zeros([BLOCK_M, BLOCK_DV_TAIL], tl.float32)
         # Without a per-row mask or an unbounded bias, every row of a block that has a key sees one.
         ROW_MASK: tl.constexpr = MULTI_TOKEN and (RIGHT_BOUND or HAS_WINDOW or tree_ptr is not None)
+        inverse_cap = 1.0 / softcap
         score_scale = sm_scale if HAS_SOFTCAP or alibi_ptr is not None else sm_scale * LOG2E
         if BY_PAGE:
             # Page ids travel one block ahead through the loop: loaded in the block that uses them, they would keep the
@@ -314,8 +317,7 @@ def split_decode_kernel(
                 scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
             scores *= score_scale
             if HAS_SOFTCAP:
-                # tanh(x) = 1 - 2 / (exp(2x) + 1) is exact at both ends: exp saturates to 0 and inf.
-                scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2E / softcap)) + 1.0))
+                scores = softcap * tanh(scores * inverse_cap)
             if alibi_ptr is not None:
                 scores -= slope[:, None] * tl.abs(position[:, None] - key[None, :]).to(tl.float32)
             if HAS_SOFTCAP or alibi_ptr is not None:
@@ -357,7 +359,7 @@ def split_decode_kernel(
                 # in the load's mask, so that the load need not wait for the tree's words.
                 wanted = tl.max(seen.to(tl.int32), 0) > 0
                 v = tl.where(wanted[:, None], v, 0.0)
-            weights = probs.to(v.dtype)
+            weights = round_to(probs, v.dtype, WIDEN)
             if WIDEN:
                 weights = weights.to(tl.float32)
                 v = v.to(tl.float32)
@@ -392,13 +394,13 @@ def split_decode_kernel(
             out_type = out_ptr.dtype.element_ty
             tl.store(
                 row_pointers(out_ptr, out_offset, offs_dv, Q_VECTOR),
-                (acc * inverse[:, None]).to(out_type),
+                round_to(acc * inverse[:, None], out_type, WIDEN),
                 mask=row_live[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
             )
             if BLOCK_DV_TAIL:
                 tl.store(
                     row_pointers(out_ptr, out_offset, offs_dv_tail, Q_VECTOR),
-                    (acc_tail * inverse[:, None]).to(out_type),
+                    round_to(acc_tail * inverse[:, None], out_type, WIDEN),
                     mask=row_live[:, None] & (offs_dv_tail < HEAD_DIM_V)[None, :],
                 )
             if HAS_LSE:

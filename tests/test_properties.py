@@ -1,0 +1,395 @@
+"""Whole problems against the reference, and the laws that no reference is needed for.
+
+Hypothesis draws sizes and a seed; the seed decides the rest, so that a failure is replayed by the one line it prints.
+Under Triton's interpreter a problem takes about half a second, which bounds the number of examples.
+"""
+
+import dataclasses
+import math
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from conftest import COMPILED
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import splitkv
+from splitkv.config import cdiv
+from splitkv.testing import Guarded, PoisonedWorkspace, Problem, expect_merge, make_problem, same_bits
+
+DEVICE = torch.device("cuda" if COMPILED else "cpu")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def examples(count: int, **more: object) -> settings:
+    return settings(max_examples=count, suppress_health_check=[HealthCheck.function_scoped_fixture], **more)
+
+
+@st.composite
+def problems(draw: st.DrawFn, most_tokens: int = 140, **fixed: object) -> Problem:
+    """Small problems; what is not fixed and no size follows from the seed."""
+    sizes = dict(
+        batch=draw(st.integers(1, 3)),
+        num_kv_heads=draw(st.integers(1, 2)),
+        group_size=draw(st.integers(1, 5)),
+        head_dim=draw(st.integers(1, 20) | st.sampled_from([32, 59, 64, 96, 128, 160])),
+        max_len=draw(st.integers(1, most_tokens)),
+        page_size=draw(st.integers(1, 20) | st.just(64)),
+        q_len=draw(st.integers(1, 3)),
+    )
+    return make_problem(draw(SEEDS), device=DEVICE, **{**sizes, **fixed})
+
+
+@dataclasses.dataclass
+class Result:
+    out: torch.Tensor
+    lse: torch.Tensor
+    scratch: PoisonedWorkspace
+
+    def same_bits(self, other: "Result") -> bool:
+        return same_bits(self.out, other.out) and same_bits(self.lse, other.lse)
+
+
+def attend(problem: Problem, garbage: str = "nan", **changes: object) -> Result:
+    scratch = PoisonedWorkspace(problem.config, DEVICE, garbage, problem.seed)
+    out, lse = problem.decode(scratch.workspace, **changes)
+    scratch.check_guards()
+    return Result(out.clone(), lse.clone(), scratch)
+
+
+def partial_rows(problem: Problem, num_splits: int | None = None) -> int:
+    """How many rows of partials a problem with forced parts or fixed split tokens must leave, in plain arithmetic."""
+    split_tokens, most = problem.config.split_tokens, problem.config.max_parts
+    total = 0
+    for n, q_len in zip(problem.lens, problem.q_lens, strict=True):
+        if num_splits is not None:
+            parts = num_splits
+        else:
+            parts = max(1, cdiv(n, split_tokens * max(1, cdiv(cdiv(n, split_tokens), most))))
+        total += q_len * problem.config.num_q_heads * (parts if parts > 1 else 0)
+    return total
+
+
+def written_rows(result: Result) -> int:
+    return int(result.scratch.written("partial_lse").sum())
+
+
+# Against the reference.
+
+
+@given(problem=problems())
+@examples(30)
+def test_any_problem_is_within_the_error_budget(problem, record_ratios):
+    expected = problem.expected()
+    result = attend(problem)
+    expected.check(result.out, result.lse, problem)
+    record_ratios(problem.q.dtype, expected.error_ratio(result.out), expected.lse_error_ratio(result.lse))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@given(
+    seed=SEEDS,
+    batch=st.integers(1, 40),
+    max_len=st.integers(1, 20000),
+    head_dim=st.sampled_from([64, 128]),
+    group_size=st.sampled_from([1, 4, 7]),
+)
+@examples(300)
+def test_any_large_problem_is_within_the_error_budget(seed, batch, max_len, head_dim, group_size, record_ratios):
+    """Longer and wider than the interpreter can; few widths and groups, so that compiled kernels serve several."""
+    sizes = dict(batch=batch, max_len=max_len, head_dim=head_dim, group_size=group_size, head_dim_v=None)
+    problem = make_problem(seed, device=DEVICE, **sizes)
+    expected = problem.expected()
+    result = attend(problem)
+    expected.check(result.out, result.lse, problem)
+    record_ratios(problem.q.dtype, expected.error_ratio(result.out), expected.lse_error_ratio(result.lse))
+
+
+# What is written, and what is not (K1, K6).
+
+
+@given(problem=problems(), given_outputs=st.booleans())
+@examples(12)
+def test_every_row_of_the_call_is_written_and_nothing_else(problem, given_outputs):
+    scratch = PoisonedWorkspace(problem.config, DEVICE)
+    shape = (*problem.q.shape[:-1], problem.kv.head_dim_v)
+    before = {name: tensor.clone() for name, tensor in problem.inputs().items()}
+    rows, width = math.prod(shape[:-1]), shape[-1]
+    if given_outputs:
+        out = Guarded(shape, problem.q.dtype, DEVICE, padding=problem.seed % 9, shift=problem.seed % 2)
+        lse = Guarded(shape[:-1], torch.float32, DEVICE, padding=problem.seed % 3, step=1 + problem.seed % 2)
+        unwritten = out.tensor.clone(), lse.tensor.clone()
+        returned = problem.decode(scratch.workspace, out=out.tensor, lse=lse.tensor)
+        assert returned[0] is out.tensor and returned[1] is lse.tensor
+        out.check_guards()
+        lse.check_guards()
+        for tensor, poison in zip(returned, unwritten, strict=True):
+            integers = torch.int16 if tensor.element_size() == 2 else torch.int32
+            assert bool((tensor.contiguous().view(integers) != poison.contiguous().view(integers)).all())
+        assert not scratch.written("out").any() and not scratch.written("lse").any()
+    else:
+        returned = problem.decode(scratch.workspace)
+        for name, count in (("out", rows * width), ("lse", rows)):
+            written = scratch.written(name).flatten()
+            assert bool(written[:count].all()) and not bool(written[count:].any())
+    scratch.check_guards()
+    for name, tensor in problem.inputs().items():
+        assert same_bits(tensor, before[name]), f"{name} was written"
+    problem.expected().check(*returned, problem)
+
+
+@given(problem=problems(query="ragged", max_len=20))
+@examples(5)
+def test_rows_past_the_last_query_token_are_zero(problem):
+    live = sum(problem.q_lens)
+    result = attend(problem)
+    assert bool((result.out[live:] == 0).all()) and bool((result.lse[live:] == -math.inf).all())
+
+
+@given(problem=problems(max_len=40))
+@examples(4)
+def test_without_asking_for_it_no_lse_is_written(problem):
+    scratch = PoisonedWorkspace(problem.config, DEVICE)
+    out = splitkv.decode(problem.q, problem.kv, scratch.workspace, **problem.rules)
+    assert same_bits(out, attend(problem).out)
+    assert not scratch.written("lse").any()
+
+
+# Splitting.
+
+
+@given(problem=problems(num_splits=16, split_tokens=None, max_len=100), counts=st.sets(st.integers(2, 16), max_size=2))
+@examples(6)
+def test_any_number_of_splits_agrees(problem, counts):
+    expected = problem.expected()
+    for count in (1, *sorted(counts), 3, None):
+        result = attend(problem, num_splits=count)
+        if count is not None:
+            # Every tile is in so many parts, empty ones included.
+            assert written_rows(result) == partial_rows(problem, count)
+        expected.check(result.out, result.lse, f"num_splits={count} {problem}")
+
+
+@given(problem=problems(num_splits=None), split_tokens=st.integers(1, 40), max_parts=st.integers(2, 9))
+@examples(6)
+def test_fixed_split_tokens_agree(problem, split_tokens, max_parts):
+    config = dataclasses.replace(problem.config, split_tokens=split_tokens, max_parts=max_parts, max_splits=None)
+    problem = dataclasses.replace(problem, config=config)
+    result = attend(problem)
+    assert written_rows(result) == partial_rows(problem)
+    problem.expected().check(result.out, result.lse, problem)
+
+
+def test_the_default_schedule_cuts_a_long_sequence_and_leaves_short_ones_whole():
+    choices = dict(num_splits=None, split_tokens=None, max_splits=None, query="one", window_left=None, kv_start=False)
+    problem = make_problem(
+        0,
+        device=DEVICE,
+        lens=(3000 if COMPILED else 600, 40, 0),
+        num_kv_heads=2,
+        group_size=2,
+        mask="causal",
+        head_dim=64,
+        **choices,
+    )
+    result = attend(problem)
+    rows_of_one_part = problem.config.group_size * problem.config.num_kv_heads
+    assert written_rows(result) % rows_of_one_part == 0
+    assert written_rows(result) // rows_of_one_part >= 3
+    problem.expected().check(result.out, result.lse, problem)
+
+
+@given(seed=SEEDS, dtype=st.sampled_from(DTYPES), edge=st.integers(0, 60))
+@examples(6)
+def test_merged_halves_are_the_whole(seed, dtype, edge):
+    """Attention to two stretches of keys, merged, is attention to both."""
+    heads = dict(num_kv_heads=2, group_size=2, head_dim=32, head_dim_v=None, softcap=None, sinks=None, alibi=False)
+    problem = make_problem(
+        seed, device=DEVICE, dtype=dtype, kind="contiguous", lens=(60, 60), query="one", mask="full", window_left=None,
+        kv_start=False, clamped=False, rows=False, alias_v=False, split_tokens=None, num_splits=2, **heads,
+    )  # fmt: skip
+    outs, lses = [], []
+    for stretch in (slice(0, edge), slice(edge, 60)):
+        lens = torch.full((2,), stretch.stop - stretch.start, dtype=torch.int32, device=DEVICE)
+        # At least one token lies in the cache, also where none counts.
+        here = slice(stretch.start, max(stretch.stop, stretch.start + 1)) if stretch.start < 60 else slice(59, 60)
+        part = dataclasses.replace(problem, kv=splitkv.ContiguousKV(problem.kv.k[:, here], problem.kv.v[:, here], lens))
+        result = attend(part)
+        outs.append(result.out.float())
+        lses.append(result.lse)
+    out, lse = splitkv.merge(torch.stack(outs), torch.stack(lses))
+    # The partials were rounded to dtype once each, before they were weighed.
+    problem.expected().check(out.to(dtype), lse, problem)
+
+
+# Merging.
+
+
+def partials(seed: int, n: int, rows: int, heads: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Partial results with log-sum-exps of any size, some of them of no key at all; what these hold is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    outs = torch.randn(n, rows, heads, width, generator=generator).to(dtype)
+    lses = torch.randn(n, rows, heads, generator=generator) * 10.0 ** (seed % 4 - 1)
+    dead = torch.rand(n, rows, heads, generator=generator) < 0.2
+    outs[dead] = math.nan
+    lses[dead] = -math.inf
+    return outs.to(DEVICE), lses.to(DEVICE)
+
+
+SIZES = dict(seed=SEEDS, rows=st.integers(1, 3), heads=st.integers(1, 3), width=st.integers(1, 150))
+
+
+@given(n=st.integers(1, 40), dtype=st.sampled_from(DTYPES), sinks=st.booleans(), **SIZES)
+@examples(15)
+def test_merge_is_within_the_error_budget(n, dtype, sinks, seed, rows, heads, width, record_ratios):
+    outs, lses = partials(seed, n, rows, heads, width, dtype)
+    rules = {"sinks": lses[0, 0].nan_to_num(neginf=0.0).clone()} if sinks else {}
+    expected = expect_merge(outs, lses, **rules)
+    out, lse = splitkv.merge(outs, lses, **rules)
+    expected.check(out, lse)
+    record_ratios(dtype, expected.error_ratio(out), expected.lse_error_ratio(lse))
+
+
+@given(n=st.integers(2, 9), **SIZES)
+@examples(8)
+def test_merge_is_associative_and_commutative(n, seed, rows, heads, width):
+    outs, lses = partials(seed, n, rows, heads, width, torch.float32)
+    expected = expect_merge(outs, lses)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    expected.check(*splitkv.merge(outs[order], lses[order]), what="another order")
+    out, lse = outs[0].nan_to_num(0.0), lses[0]
+    for i in range(1, n):
+        out, lse = splitkv.merge(torch.stack([out, outs[i]]), torch.stack([lse, lses[i]]))
+    expected.check(out, lse, "from the left")
+    half = n // 2
+    pair = [splitkv.merge(outs[:half], lses[:half]), splitkv.merge(outs[half:], lses[half:])]
+    expected.check(*splitkv.merge(torch.stack([pair[0][0], pair[1][0]]), torch.stack([pair[0][1], pair[1][1]])))
+
+
+@given(dtype=st.sampled_from(DTYPES), place=st.integers(0, 3), **SIZES)
+@examples(10)
+def test_merging_with_nothing_changes_no_bit(dtype, place, seed, rows, heads, width):
+    outs, lses = partials(seed, 1, rows, heads, width, dtype)
+    alone = outs[0].masked_fill(lses[0, ..., None] == -math.inf, 0.0)
+    none, nothing = (
+        torch.zeros_like(outs).expand(3, *outs.shape[1:]),
+        torch.full_like(lses, -math.inf).expand(3, rows, -1),
+    )
+    out, lse = splitkv.merge(
+        torch.cat([none[:place], outs, none[place:]]), torch.cat([nothing[:place], lses, nothing[place:]])
+    )
+    assert same_bits(out, alone) and same_bits(lse, lses[0])
+
+
+# Laws of attention.
+
+
+@given(problem=problems(alias_v=False, sinks=None, max_len=60))
+@examples(8)
+def test_constant_values_are_returned(problem):
+    v = problem.kv.v
+    generator = torch.Generator().manual_seed(problem.seed)
+    constant = torch.randn(problem.kv.num_kv_heads, v.shape[-1], generator=generator).to(v.dtype).to(DEVICE)
+    # [heads, width] beside the tokens of the layout; slots that nothing sees keep their NaN.
+    spread = constant[:, None] if getattr(problem.kv, "layout", "NHD") == "HND" else constant
+    v.copy_(torch.where(v.isfinite(), spread.expand_as(v), v))
+    expected = problem.expected()
+    by_head = constant.repeat_interleave(problem.config.group_size, dim=0).double()
+    returned = by_head.expand_as(expected.out).masked_fill((expected.lse == -math.inf)[..., None], 0.0)
+    result = attend(problem)
+    dataclasses.replace(expected, out=returned).check(result.out, result.lse, problem)
+
+
+@given(problem=problems(max_len=60), kind=st.sampled_from(["paged", "csr"]), seed=SEEDS)
+@examples(6)
+def test_pages_elsewhere_change_no_bit(problem, kind, seed):
+    problem = make_problem(problem.seed, device=DEVICE, **{**problem.given, "kind": kind})
+    assert attend(problem.relabelled(seed)).same_bits(attend(problem))
+
+
+@given(problem=problems(max_len=60), poison=st.sampled_from(["nan", "inf"]))
+@examples(8)
+def test_garbage_changes_no_bit(problem, poison):
+    """Neither what slots hold that nothing sees, nor what the workspace held, nor a call before."""
+    first = attend(problem)
+    for filling in ("garbage", "zero"):
+        assert attend(problem, garbage=filling).same_bits(first)
+    dirty = make_problem(problem.seed, device=DEVICE, **{**problem.given, "poison": poison})
+    clean = make_problem(problem.seed, device=DEVICE, **{**problem.given, "poison": "zero"})
+    assert attend(dirty).same_bits(attend(clean))
+    again, lse = problem.decode(first.scratch.workspace)
+    assert same_bits(again, first.out) and same_bits(lse, first.lse)
+
+
+def rows_of(problem: Problem, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A result's rows by request."""
+    if "qo_indptr" not in problem.rules:
+        return list(tensor)
+    return [tensor[first:last] for first, last in pairwise(accumulate(problem.q_lens, initial=0))]
+
+
+@given(
+    problem=problems(num_splits=None, split_tokens=16, max_parts=3, spare=4, batch=3),
+    order=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+)
+@examples(8)
+def test_with_split_tokens_the_rest_of_the_batch_changes_no_bit(problem, order):
+    """K8: alone, among others, elsewhere in the batch, several times: a request's rows keep their bits."""
+    if sum(problem.q_lens[b] for b in order) > problem.config.max_total_q:
+        order = order[:1]
+    alone = attend(problem)
+    moved = problem.select(order)
+    result = attend(moved)
+    assert written_rows(result) == partial_rows(moved)
+    for name in ("out", "lse"):
+        before, after = rows_of(problem, getattr(alone, name)), rows_of(moved, getattr(result, name))
+        for place, b in enumerate(order):
+            assert same_bits(after[place], before[b]), f"{name} of request {b} at {place} of {order}: {problem}"
+
+
+@given(problem=problems(num_splits=None, split_tokens=16, max_parts=3, clamped=False, max_len=100))
+@examples(6)
+def test_with_split_tokens_the_capacity_and_hints_change_no_bit(problem):
+    """K8: a larger cache and a wider table, other memory for them, and another guess of the length."""
+    kv, first = problem.kv, attend(problem)
+    hint = {"kv_start": kv.kv_start, "len_hint": 100_000}
+    if isinstance(kv, splitkv.RaggedKV):
+        grown = splitkv.RaggedKV(wider(kv.k, 0), wider(kv.v, 0), kv.kv_indptr, **hint)
+    elif isinstance(kv, splitkv.ContiguousKV):
+        grown = splitkv.ContiguousKV(wider(kv.k, 1), wider(kv.v, 1), kv.seq_lens, rows=kv.rows, **hint)
+    elif hasattr(kv, "page_indptr"):
+        more = torch.cat([kv.page_indices, kv.page_indices.new_full((9,), -1)])
+        grown = splitkv.PagedKV.from_csr(
+            wider(kv.k, 0), wider(kv.v, 0), kv.page_indptr, more, kv.last_page_len, layout=kv.layout, **hint
+        )
+    else:
+        more = torch.cat([kv.page_table, kv.page_table.new_full((kv.page_table.shape[0], 9), -1)], dim=1)
+        grown = splitkv.PagedKV(
+            wider(kv.k, 0), wider(kv.v, 0), more, kv.seq_lens, rows=kv.rows, layout=kv.layout, **hint
+        )
+    assert attend(dataclasses.replace(problem, kv=grown)).same_bits(first)
+
+
+def wider(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """The tensor with 50 more entries of NaN along a dimension."""
+    shape = list(tensor.shape)
+    shape[dim] = 50
+    return torch.cat([tensor, tensor.new_full(shape, math.nan)], dim=dim)
+
+
+def test_a_problem_is_replayed_by_what_it_prints():
+    problem = make_problem(11, dtype=torch.float16, lens=(3, 90))
+    text = repr(problem)
+    assert "\n" not in text
+    again = eval(text, {"make_problem": make_problem, "torch": torch})
+    for name, tensor in problem.inputs().items():
+        assert same_bits(tensor, again.inputs()[name])
+    assert again.config == problem.config and repr(again) == text
+
+
+def test_a_problem_knows_its_choices_only():
+    with pytest.raises(TypeError, match="choices: expected names of CHOICES, given window"):
+        make_problem(1, window=3)
