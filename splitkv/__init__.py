@@ -1,7 +1,7 @@
 """Split-KV attention for the decode step of LLM inference, in Triton.
 
-A query token attends a long KV cache that is cut into splits; the partial results are merged by their log-sum-exp. Every
-buffer that a step needs is a tensor that the caller owns, sized once from a `WorkspaceConfig`.
+A query token attends a long KV cache that is cut into splits; the partial results are merged by their log-sum-exp.
+Every buffer that a step needs is a tensor that the caller owns, sized once from a `WorkspaceConfig`.
 """
 
 from splitkv import _interpreter as _interpreter  # isort: split # first: it decides how Triton runs
@@ -10,8 +10,8 @@ from splitkv.api import decode, decode_with_lse, merge, supports
 from splitkv.append import append_kv, move_kv
 from splitkv.config import Section, StepConfig, WorkspaceConfig
 from splitkv.kv import ContiguousKV, PagedKV, RaggedKV
-from splitkv.step import StepState
 from splitkv.pool import PagePool
+from splitkv.step import StepState
 from splitkv.workspace import Workspace
 
 __version__ = "0.1.0"

@@ -35,7 +35,16 @@ class Launch:
     max_registers: int = 0
 
     def run(self, device: torch.device) -> None:
-        launch(self.kernel, self.grid, device, self.operands, self.constants, self.num_warps, self.dependent, self.max_registers)
+        launch(
+            self.kernel,
+            self.grid,
+            device,
+            self.operands,
+            self.constants,
+            self.num_warps,
+            self.dependent,
+            self.max_registers,
+        )
 
 
 @dataclass(frozen=True)
@@ -96,13 +105,15 @@ def decode(
         softcap: Cap of the scaled scores, cap · tanh(score / cap); finite and > 0.
         sinks: [num_q_heads] float32 or the workspace's dtype: a logit per head that joins the softmax denominator.
         alibi_slopes: [num_q_heads] float32: slope · |position - key| is subtracted from the scaled scores.
-        tree_mask: [batch, max_q_len, ceil(max_q_len / 32)] int32: bit j % 32 of word j // 32 of row i says whether draft
-            token i sees draft token j. Replaces the causal rule among query tokens; all keys before them stay visible.
+        tree_mask: [batch, max_q_len, ceil(max_q_len / 32)] int32: bit j % 32 of word j // 32 of row i says whether
+            draft token i sees draft token j. Replaces the causal rule among query tokens; all keys before them stay
+            visible.
         num_splits: Force every tile into that many parts, part p of n being tokens p · len // n … (p + 1) · len // n.
             None: as the workspace's split_tokens says, or balanced over the GPU.
         out: [*q.shape[:-1], head_dim_v] of the workspace's dtype, any strides with the last 1. None: a view of
             workspace.out, valid until the next call on that workspace.
-        lse: q.shape[:-1] float32, any strides: filled with the natural log-sum-exp of each row's scores, without the sink.
+        lse: q.shape[:-1] float32, any strides: filled with the natural log-sum-exp of each row's scores, without the
+            sink.
 
     Returns:
         The output, shaped like q with head_dim_v last. A query token that sees no key gets exactly 0, and -inf in lse.
@@ -111,8 +122,9 @@ def decode(
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
     plan = plan_decode(
-        q, kv, workspace, qo_indptr=qo_indptr, sm_scale=sm_scale, causal=causal, window_left=window_left, softcap=softcap,
-        sinks=sinks, alibi_slopes=alibi_slopes, tree_mask=tree_mask, num_splits=num_splits, out=out, lse=lse,
+        q, kv, workspace, qo_indptr=qo_indptr, sm_scale=sm_scale, causal=causal, window_left=window_left,
+        softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, tree_mask=tree_mask, num_splits=num_splits,
+        out=out, lse=lse,
     )  # fmt: skip
     plan.run()
     return plan.out
@@ -125,8 +137,8 @@ def decode_with_lse(q: Tensor, kv: KVView, workspace: Workspace, **rules: Any) -
         q, kv, workspace, **rules: As for `decode`.
 
     Returns:
-        (out, lse): lse is q.shape[:-1] float32, natural log, without the sink; by default a view of workspace.lse, valid
-        until the next call on that workspace.
+        (out, lse): lse is q.shape[:-1] float32, natural log, without the sink; by default a view of workspace.lse,
+        valid until the next call on that workspace.
     """
     plan = plan_decode(q, kv, workspace, want_lse=True, **rules)
     plan.run()
@@ -189,7 +201,7 @@ def _query_shape(q: Tensor, qo_indptr: Tensor | None) -> tuple[int, int, int, tu
 
 
 def _row_strides(tensor: Tensor, ragged: bool, last: bool) -> tuple[int, int, int]:
-    """Strides of batch, token and head of an out or lse (whose last dimension is not a row's own if `last` is False)."""
+    """Strides of batch, token and head of an out or, if not `last`, of an lse."""
     strides = tensor.stride()[:-1] if last else tensor.stride()
     if len(strides) == 3:
         return strides[0], strides[1], strides[2]
@@ -320,8 +332,8 @@ def plan_decode(
         rows = min(rows, max(16, next_power_of_2(q_len * group_size)))
     kv_vector = _vector(16, kv.k, kv.v)
     if kv_vector == 1 or tree_mask is not None:
-        # Warp-group products (64 rows on Hopper) of values that come through registers, not by an asynchronous copy, read
-        # wrong shared memory where key and value widths differ (seen with Triton 3.6).
+        # Warp-group products (64 rows on Hopper) of values that come through registers, not by an asynchronous copy,
+        # read wrong shared memory where key and value widths differ (seen with Triton 3.6).
         rows = min(rows, 32)
     q_tiles = tile_bound(batch, total_q, group_size, rows) if ragged else batch * cdiv(q_len * group_size, rows)
     slots = min(workspace.partial_out.numel() // (rows * head_dim_v), workspace.partial_lse.numel() // rows)
@@ -350,7 +362,8 @@ def plan_decode(
             name = "split_tokens" if num_splits is None else "num_splits"
             raise ValueError(
                 f"{name}: expected at most {slots} partial tiles (the workspace's capacity for {rows} rows of width "
-                f"{head_dim_v}), given {units * num_kv_heads} ({q_tiles} query tiles · {num_kv_heads} KV heads · {parts} parts)"
+                f"{head_dim_v}), given {units * num_kv_heads} "
+                f"({q_tiles} query tiles · {num_kv_heads} KV heads · {parts} parts)"
             )
     else:
         schedule, parts = BALANCED, 0
@@ -505,8 +518,8 @@ def merge(
     >>> out, lse
     (tensor([[1., 2.]]), tensor([0.5000]))
 
-    Associative and commutative up to rounding; (0, -inf) is the identity, exactly. Partials that are to be merged are made
-    without sinks; the sink joins at the last merge.
+    Associative and commutative up to rounding; (0, -inf) is the identity, exactly. Partials that are to be merged are
+    made without sinks; the sink joins at the last merge.
 
     Args:
         outs: [n, …, heads, head_dim_v] float16, bfloat16 or float32, n ≥ 1, any strides with the last 1 in which the
@@ -599,8 +612,8 @@ def _rows_and_heads(
             continue
         if size > 1 and step != size * stride:
             raise ValueError(
-                f"{name}: expected leading dimensions that lie evenly in memory, given shape {checks.shape_text(shape)} with "
-                f"strides {checks.shape_text(strides)}"
+                f"{name}: expected leading dimensions that lie evenly in memory, given shape "
+                f"{checks.shape_text(shape)} with strides {checks.shape_text(strides)}"
             )
         stride = step if size == 1 else stride
         size *= n

@@ -84,7 +84,7 @@ def check_no_overlap(name: str, tensor: Tensor) -> None:
 
 
 def check_index_vector(name: str, tensor: object, device: torch.device, of: str, least: int | None = None) -> Tensor:
-    """Raise unless this is a contiguous int32 vector on `device`, with at least `least` elements where that is given."""
+    """Raise unless this is a contiguous int32 vector on `device`, of at least `least` elements if given."""
     tensor = check_tensor(name, tensor)
     check_dtype(name, tensor, torch.int32)
     check_rank(name, tensor, 1)

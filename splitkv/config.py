@@ -45,8 +45,8 @@ def require_int(name: str, value: object, low: int, high: int | None = None) -> 
 def tile_bound(num_requests: int, total_q: int, group_size: int, rows: int) -> int:
     """Most query tiles of `rows` rows that `total_q` query tokens of `num_requests` requests can need per KV head.
 
-    A request with n tokens takes ceil(n · group_size / rows) tiles, and how the tokens are spread is known on the device
-    alone, so this bounds the sum over every spread.
+    A request with n tokens takes ceil(n · group_size / rows) tiles, and how the tokens are spread is known on the
+    device alone, so this bounds the sum over every spread.
     """
     return min(total_q * cdiv(group_size, rows), (total_q * group_size + num_requests * (rows - 1)) // rows)
 
@@ -191,8 +191,8 @@ class WorkspaceConfig:
     def cover(cls, *configs: WorkspaceConfig) -> WorkspaceConfig:
         """A config whose buffers are large enough for each of several geometries, such as the layers of one model.
 
-        The geometry (heads, widths, tile rows) is that of the config with the largest partials; its capacities grow until
-        every buffer has at least the elements of each config's.
+        The geometry (heads, widths, tile rows) is that of the config with the largest partials; its capacities grow
+        until every buffer has at least the elements of each config's.
 
         >>> local = WorkspaceConfig(8, 16, 8, 256)
         >>> wide = WorkspaceConfig(8, 16, 1, 512)

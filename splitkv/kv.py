@@ -206,8 +206,9 @@ class PagedKV(KVView):
     (16, 2, 64)
 
     Args:
-        k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim] ("HND": the middle two swapped); any strides with
-            the last 1; float16, bfloat16 or float32. The value width may differ. page_size 1 is a table of token slots.
+        k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim] ("HND": the middle two swapped); any strides
+            with the last 1; float16, bfloat16 or float32. The value width may differ. page_size 1 is a table of token
+            slots.
         page_table: [rows, max_pages] int32, any row stride. Entries at or past ceil(seq_len / page_size) are never
             followed and may be -1.
         seq_lens: [≥ batch] int32, tokens in each request's cache, the current ones included. Clamped on the device to
@@ -383,8 +384,8 @@ class RaggedKV(KVView):
     64
 
     Args:
-        k, v: [total_tokens, num_kv_heads, head_dim], any strides with the last 1; float16, bfloat16 or float32. The value
-            width may differ.
+        k, v: [total_tokens, num_kv_heads, head_dim], any strides with the last 1; float16, bfloat16 or float32. The
+            value width may differ.
         kv_indptr: [≥ batch + 1] int32, prefix sums of tokens per request. Clamped on the device to 0…total_tokens.
         kv_start: [≥ batch] int32, tokens of a request before it are invisible.
         len_hint: Typical length in tokens, known to the host; may steer tile sizes, never results.

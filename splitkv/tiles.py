@@ -58,7 +58,8 @@ class Tiles:
         programs_per_sm: Programs that are in flight on one multiprocessor.
         min_chunk: Least tokens of a part, below which cutting costs more than it gains.
         segment_cost: What it costs a program to begin and end within tiles, in tokens that it could attend meanwhile.
-        max_registers: Registers per thread that the compiler may use, so that programs_per_sm fit; 0 leaves it the choice.
+        max_registers: Registers per thread that the compiler may use, so that programs_per_sm fit; 0 leaves it the
+            choice.
     """
 
     block_n: int
@@ -129,8 +130,8 @@ def choose(
         needed = shared_bytes(rows, block_n, num_stages, head_dim, head_dim_v, itemsize)
         if needed > target.shared_memory:
             continue
-        # Measured on an H200: where tiles are few, two programs of long blocks keep more bytes in flight than four of short
-        # ones; where they are many, four hide each other's beginnings and ends.
+        # Measured on an H200: where tiles are few, two programs of long blocks keep more bytes in flight than four of
+        # short ones; where they are many, four hide each other's beginnings and ends.
         fit = max(1, target.sm_shared_memory // needed)
         programs = min(4 if narrow and block_n == 32 else 2, fit)
         return Tiles(
@@ -150,7 +151,7 @@ def choose(
 def share_count(resident: int, num_kv_heads: int, slots: int) -> int:
     """Shares per KV head of a balanced launch.
 
-    As many as programs run at a time, since one that overshoots costs a whole wave, and so that two partials of each share
-    fit the workspace's slots. One share per head cuts no tile and needs no slot.
+    As many as programs run at a time, since one that overshoots costs a whole wave, and so that two partials of each
+    share fit the workspace's slots. One share per head cuts no tile and needs no slot.
     """
     return max(1, min(resident, slots // 2) // num_kv_heads)

@@ -17,8 +17,8 @@ def carve(buffer: Tensor, sections: tuple[Section, ...]) -> dict[str, Tensor]:
     """Views of a uint8 buffer, one per section, as plain tensors also where the buffer was made in inference mode.
 
     Raises:
-        TypeError, ValueError: wrong dtype or rank, an unaligned start, or fewer bytes than the sections need; the message
-            then names the bytes needed and given, and the first section that no longer fits.
+        TypeError, ValueError: wrong dtype or rank, an unaligned start, or fewer bytes than the sections need; the
+            message then names the bytes needed and given, and the first section that no longer fits.
     """
     buffer = checks.check_tensor("buffer", buffer)
     checks.check_dtype("buffer", buffer, torch.uint8)

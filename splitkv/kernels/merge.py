@@ -14,8 +14,8 @@ from splitkv.kernels.primitives import (
     part_tokens,
     request_begin,
     request_work,
-    tile_weight,
     round_to,
+    tile_weight,
 )
 
 
@@ -106,12 +106,13 @@ def merge_splits_kernel(
 
     # Where on the axis lies its tile, and by how many shares is it cut? The same arithmetic as in split_decode_kernel.
     by_work, each, share, _ = choose_shares(
-        batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, shares, heaviest,
-        PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, SCHEDULE, PARTS, MIN_CHUNK, SEGMENT_COST, BLOCK_B,
+        batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, shares,
+        heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, SCHEDULE, PARTS, MIN_CHUNK,
+        SEGMENT_COST, BLOCK_B,
     )  # fmt: skip
     begin = request_begin(
-        b, by_work, each, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, heaviest,
-        PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, BLOCK_B,
+        b, by_work, each, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
+        heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, BLOCK_B,
     )  # fmt: skip
     q_first, _ = load_q_range(b, True, qo_indptr_ptr, q_len, total_q)
     if qo_indptr_ptr is not None:

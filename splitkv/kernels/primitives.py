@@ -1,11 +1,12 @@
 """Device functions that kernels share: lengths, work shares, and the log-sum-exp algebra.
 
 The schedule, in one paragraph. A *tile* is BLOCK_M packed query rows of one request and KV head; a request with n query
-tokens has ceil(n · GROUP_SIZE / BLOCK_M) of them per head. Lay all tiles of a head on one axis, request by request, each as
+tokens has ceil(n · GROUP_SIZE / BLOCK_M) of them per head. Lay all tiles of a head on one axis, request by request,
+each as
 long as its weight, and cut the axis into equal shares: program p attends share p // num_kv_heads of head
-p % num_kv_heads, so that neighbouring programs read neighbouring heads of the same tokens. A tile that lies in one share is
-finished by its program; one that is cut leaves a partial per share. Every program finds its share by a prefix sum over the
-lengths on the device. `splitkv/schedule.py` holds the same arithmetic in plain Python.
+p % num_kv_heads, so that neighbouring programs read neighbouring heads of the same tokens. A tile that lies in one
+share is finished by its program; one that is cut leaves a partial per share. Every program finds its share by a prefix
+sum over the lengths on the device. `splitkv/schedule.py` holds the same arithmetic in plain Python.
 """
 
 import triton
@@ -38,7 +39,8 @@ def load_kv_range(
 ):
     """Where request b's keys begin to be visible, how many it has, and its first entry in the pool (RAGGED, CSR).
 
-    b is a scalar or a vector; dead lanes have no keys. Lengths are data that the caller may overwrite at any time, so they
+    b is a scalar or a vector; dead lanes have no keys. Lengths are data that the caller may overwrite at any time, so
+    they
     are clamped here to what the view can hold: whatever they say, no address outside the cache follows.
     """
     if KV_KIND == RAGGED or KV_KIND == CSR:
@@ -107,8 +109,8 @@ def request_work(
 def tile_weight(span, by_work, each, heaviest):
     """Length of a tile on the axis: its keys in grains where shares follow the work, else `each`, the same for all.
 
-    At least 1, so that the rows of a tile without keys are written too. At most `heaviest`, with which the axis stays within
-    32 bits; a weight that is too small costs balance only.
+    At least 1, so that the rows of a tile without keys are written too. At most `heaviest`, with which the axis stays
+    within 32 bits; a weight that is too small costs balance only.
     """
     grains = clamp(tl.cdiv(span, GRAIN), 1, heaviest)
     return tl.where(by_work, grains, each)
@@ -141,10 +143,10 @@ def choose_shares(
 ):
     """How this batch is shared: (by_work, each, share, length of the axis), from one pass over its lengths.
 
-    Even lengths: every tile weighs the same and is cut into `each` parts, so that a program attends one part of one tile,
-    or several whole tiles. Uneven lengths: shares of equal work, wherever they begin and end. The latter is always
-    balanced, but a program then begins and ends within tiles, which costs about SEGMENT_COST tokens and a merge; so it is
-    taken where the longest program of the former would take longer than that.
+    Even lengths: every tile weighs the same and is cut into `each` parts, so that a program attends one part of one
+    tile, or several whole tiles. Uneven lengths: shares of equal work, wherever they begin and end. The latter is
+    always balanced, but a program then begins and ends within tiles, which costs about SEGMENT_COST tokens and a merge;
+    so it is taken where the longest program of the former would take longer than that.
     """
     if qo_indptr_ptr is None:
         tiles_sum = batch * tl.cdiv(q_len * GROUP_SIZE, BLOCK_M)
@@ -289,7 +291,8 @@ def finite_or_zero(top):
 def round_to(x, dtype: tl.constexpr, WIDEN: tl.constexpr):
     """float32 numbers in another dtype, to nearest, ties to even.
 
-    WIDEN: under Triton's interpreter, which cuts the lower bits off where dtype is bfloat16; they are rounded away before.
+    WIDEN: under Triton's interpreter, which cuts the lower bits off where dtype is bfloat16; they are rounded away
+        before.
     """
     if WIDEN:
         bits = x.to(tl.uint32, bitcast=True)
@@ -302,9 +305,10 @@ def round_to(x, dtype: tl.constexpr, WIDEN: tl.constexpr):
 def tanh(x):
     """tanh in float32, to a few roundings of its size: an odd polynomial near 0, where 1 - 2 / (exp(2x) + 1) cancels.
 
-    A soft cap multiplies what it returns by the cap, which may be large, so that an error relative to 1 would not do. The
-    quotient is exact at both ends: exp saturates to 0 and inf. The polynomial is a least-maximum fit of its own on 0…0.65
-    (relative error 7e-9).
+    A soft cap multiplies what it returns by the cap, which may be large, so that an error relative to 1 would not do.
+    The
+    quotient is exact at both ends: exp saturates to 0 and inf. The polynomial is a least-maximum fit of its own on
+    0…0.65 (relative error 7e-9).
     """
     z = x * x
     cubic = -0.3333325982 + z * (0.1333083063 + z * (-0.0536880121 + z * (0.0204693936 + z * -0.0055151386)))
@@ -369,8 +373,8 @@ def fold_partials(
 def find_request(token, indptr_ptr, batch, steps):
     """The request that each of these query tokens belongs to; `batch` for tokens past the last.
 
-    That is the number of requests that end at or before it, found by bisection, so requests without tokens are passed over.
-    Whatever the prefix sums hold, the result is in 0…batch.
+    That is the number of requests that end at or before it, found by bisection, so requests without tokens are passed
+    over. Whatever the prefix sums hold, the result is in 0…batch.
 
     Args:
         token: Indices of query tokens.

@@ -32,8 +32,8 @@ from splitkv.kernels.primitives import (
 def stretch(low, high, offset, taken, weight, by_work):
     """The keys of low…high that a stretch of a tile's length on the axis stands for.
 
-    By work, a step is a grain of keys, and the tile's last stretch takes all that is left, should it have weighed less than
-    its keys; else the keys are cut evenly. Either way neighbouring stretches meet and together they are low…high.
+    By work, a step is a grain of keys, and the tile's last stretch takes all that is left, should it have weighed less
+    than its keys; else the keys are cut evenly. Either way neighbouring stretches meet and together they are low…high.
     """
     visible = tl.maximum(high - low, 0)
     if by_work:
@@ -62,7 +62,8 @@ def row_pointers(base, row_offset, offs, VECTOR: tl.constexpr):
     """Pointers [rows, columns] of which the host guarantees that every row starts at a multiple of VECTOR elements.
 
     The hint sits on the pointers themselves. On an offset or a base it would be lost wherever the compiler folds the
-    operation that carries it (times a head that is always 0, plus a slot that is always 0), and with it the 16-byte copies.
+    operation that carries it (times a head that is always 0, plus a slot that is always 0), and with it the 16-byte
+    copies.
     """
     pointers = base + row_offset[:, None] + offs[None, :]
     return tl.multiple_of(pointers, [1, VECTOR * base.dtype.element_ty.primitive_bitwidth // 8])
@@ -145,18 +146,19 @@ def split_decode_kernel(
 ):
     """Attend packed query tiles to their keys, one share of the work per program, and leave results or partials.
 
-    Grid: (shares · NUM_KV_HEADS,); with fixed parts one program per part. Tile row r is query token r // GROUP_SIZE, head r % GROUP_SIZE of one KV head; rows
-    past the last are padding.
+    Grid: (shares · NUM_KV_HEADS,); with fixed parts one program per part. Tile row r is query token r // GROUP_SIZE,
+    head r % GROUP_SIZE of one KV head; rows past the last are padding.
 
     Reads:  q, K and V pages, page table, lengths
-    Writes: partial_out [slots, BLOCK_M, HEAD_DIM_V] fp32, partial_lse [slots, BLOCK_M] fp32, natural log: tiles in parts
-            out, lse: tiles in one part
+    Writes: partial_out [slots, BLOCK_M, HEAD_DIM_V] fp32, partial_lse [slots, BLOCK_M] fp32, natural log: tiles in
+            parts out, lse: tiles in one part
     A part without keys writes (0, -inf), the merge identity. Every slot that the merge reads is written: the workspace
     needs no initialisation. No atomics.
 
     Widths that are no power of two are attended as a block and a tail (576 = 512 + 64), since a block must be one.
-    Strides of K and V count steps of KV_VECTOR elements, in 32 bits. KV_VECTOR and Q_VECTOR are what the host guarantees of addresses, in elements; without it rows could not be copied
-    16 bytes at a time. WIDEN computes products in float32, for Triton's interpreter, whose bfloat16 products are wrong.
+    Strides of K and V count steps of KV_VECTOR elements, in 32 bits. KV_VECTOR and Q_VECTOR are what the host
+    guarantees of addresses, in elements; without it rows could not be copied 16 bytes at a time. WIDEN computes
+    products in float32, for Triton's interpreter, whose bfloat16 products are wrong.
     """
     if DEPENDENT_LAUNCH:
         # This kernel may be started while the one before it ends, and lets the merge be started while it runs itself:
@@ -167,8 +169,9 @@ def split_decode_kernel(
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     RIGHT_BOUND: tl.constexpr = CAUSAL and tree_ptr is None
     by_work, each, share, total = choose_shares(
-        batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, shares, heaviest,
-        PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, SCHEDULE, PARTS, MIN_CHUNK, SEGMENT_COST, BLOCK_B,
+        batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, shares,
+        heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, SCHEDULE, PARTS, MIN_CHUNK,
+        SEGMENT_COST, BLOCK_B,
     )  # fmt: skip
     place = share_id * share
     stop = tl.minimum(place + share, total)
