@@ -424,6 +424,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "query": ("one", "one", "several", "ragged"),
     "q_len": (1, 2, 3, 5),
     "q_lens": (None,),
+    "front": (0, 0, 2),
     "mask": ("causal", "causal", "causal", "full", "tree"),
     "window_left": (None, None, 0, 3, 50),
     "softcap": (None, None, None, 1.5, 50.0),
@@ -546,7 +547,7 @@ class Problem:
         if "tree_mask" in rules:
             rules["tree_mask"] = rules["tree_mask"][index]
         if "qo_indptr" in rules:
-            first = [0, *accumulate(self.q_lens)]
+            first = rules["qo_indptr"].tolist()
             q = torch.cat([self.q[first[b] : first[b + 1]] for b in order] or [self.q[:0]])
             rules["qo_indptr"] = torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32, device=q.device)
         else:
@@ -603,7 +604,8 @@ def make_problem(seed: int, *, device: torch.device | str = "cpu", **choices: An
               more than the view holds; rows: whether requests pick their rows; shared_pages: whether requests have
               pages in common; kv_start: whether tokens are hidden on the left
             - query: "one" token each ([batch, heads, head_dim]), "several" ([batch, q_len, ...]) or "ragged"
-              (qo_indptr, 0…q_len tokens each, rows past the last); q_lens: the lengths themselves for "ragged"
+              (qo_indptr, 0…q_len tokens each, rows past the last); for "ragged" also q_lens: the lengths themselves;
+              front: rows before the first request's, as prefix sums have that are a stretch of longer ones
             - mask: "causal", "full" or "tree"; window_left, softcap, sm_scale; sinks: None, "float32" or "same" (the
               dtype of q); alibi; spread: standard deviation of the scores
             - num_splits, split_tokens, max_parts, max_splits, q_tile_rows; spare: requests and query tokens that the
@@ -657,7 +659,7 @@ class _Maker:
         rules = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in rules.items()}
         total_q = q.shape[0] if q.dim() == 3 else q.shape[0] * q.shape[1]
         if self.choices["query"] == "ragged":
-            rules["qo_indptr"] = self.vector([0, *accumulate(q_lens)])
+            rules["qo_indptr"] = self.vector(list(accumulate(q_lens, initial=self.choices["front"])))
         config = self.config(total_q)
         return Problem(self.seed, self.given, self.choices, q, kv, config, rules, lens, q_lens)
 
@@ -689,7 +691,7 @@ class _Maker:
         scale = float(self.choices["spread"])
         if self.choices["query"] == "ragged":
             past = self.random.choice((0, 2)) if sum(q_lens) else 1
-            q = self.values(sum(q_lens) + past, *heads, scale=scale)
+            q = self.values(self.choices["front"] + sum(q_lens) + past, *heads, scale=scale)
         elif self.choices["query"] == "several":
             q = self.values(self.batch, q_lens[0], *heads, scale=scale)
         else:
