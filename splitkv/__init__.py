@@ -12,6 +12,7 @@ from splitkv.config import Section, StepConfig, WorkspaceConfig
 from splitkv.kv import ContiguousKV, PagedKV, RaggedKV
 from splitkv.pool import PagePool
 from splitkv.step import StepState
+from splitkv.work_list import Schedule
 from splitkv.workspace import Workspace
 
 __version__ = "0.1.0"
@@ -21,6 +22,7 @@ __all__ = [
     "PagePool",
     "PagedKV",
     "RaggedKV",
+    "Schedule",
     "Section",
     "StepConfig",
     "StepState",

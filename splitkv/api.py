@@ -369,6 +369,16 @@ def plan_decode(
         schedule, parts = BALANCED, 0
         units = tile_sizes.share_count(target.num_sms * tiles.programs_per_sm, num_kv_heads, slots)
 
+    work_list = None
+    if kv.schedule is not None and not (fixed or ragged) and window_left is None:
+        if batch > kv.schedule.max_batch_size:
+            raise ValueError(
+                f"schedule: expected a batch of at most {kv.schedule.max_batch_size} (its capacity), given {batch}"
+            )
+        # More tiles than it was sized for could leave 32 bits on its axis: such calls keep to their own prefix sum.
+        if q_tiles <= kv.schedule.config.max_q_tiles:
+            work_list = kv.schedule.buffer
+
     where = kv.addressing
     has_window = window_left is not None
     reach = min(window_left, MAX_SPAN) if window_left is not None else 0
@@ -387,6 +397,7 @@ def plan_decode(
         kv_start_ptr=kv.kv_start,
         qo_indptr_ptr=qo_indptr,
         sinks_ptr=sinks,
+        list_ptr=work_list,
         batch=batch,
         q_len=max(q_len, 1),
         total_q=total_q,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from splitkv import checks
 from splitkv.config import DTYPES, MAX_HEAD_DIM, cdiv
+from splitkv.work_list import Schedule
 
 MAX_TOKENS = 2**30  # longer lengths are clamped to it: sums of two still fit 32 bits
 
@@ -80,6 +81,7 @@ class KVView:
         rows: [≥ batch] int32, each request's row of the table or cache; None for row b.
         kv_start: [≥ batch] int32, tokens before it are invisible; None for 0.
         len_hint: Typical length in tokens, or None. May steer tile sizes, never results.
+        schedule: A `Schedule` that saves decode its prefix sum over the lengths, or None.
         addressing: Where tokens lie, as the kernels take it.
     """
 
@@ -91,6 +93,7 @@ class KVView:
     rows: Tensor | None
     kv_start: Tensor | None
     len_hint: int | None
+    schedule: Schedule | None
     addressing: Addressing
 
     def _hold(
@@ -101,6 +104,7 @@ class KVView:
         rows: Tensor | None,
         kv_start: Tensor | None,
         len_hint: int | None,
+        schedule: Schedule | None,
     ) -> None:
         self.k, self.v = k, v
         self.num_kv_heads, self.head_dim, self.head_dim_v = num_kv_heads, k.shape[-1], v.shape[-1]
@@ -110,7 +114,12 @@ class KVView:
             checks.check_index_vector("kv_start", kv_start, k.device, "the cache")
         if len_hint is not None:
             checks.require_int("len_hint", len_hint, 0)
-        self.rows, self.kv_start, self.len_hint = rows, kv_start, len_hint
+        if schedule is not None:
+            if not isinstance(schedule, Schedule):
+                raise TypeError(f"schedule: expected a splitkv.Schedule, given {type(schedule).__name__}")
+            if schedule.device != k.device:
+                raise ValueError(f"schedule: expected device {k.device} (that of the cache), given {schedule.device}")
+        self.rows, self.kv_start, self.len_hint, self.schedule = rows, kv_start, len_hint, schedule
 
     @property
     def dtype(self) -> torch.dtype:
@@ -120,8 +129,8 @@ class KVView:
     def device(self) -> torch.device:
         return self.k.device
 
-    def check_batch(self, batch: int) -> None:
-        """Raise ValueError unless every per-request tensor of the view has an entry for each of `batch` requests."""
+    def _limits(self) -> list[tuple[str, int]]:
+        """Per-request tensors by name, and for how many requests each has entries."""
         where = self.addressing
         limits: list[tuple[str, int]] = []
         if where.lens is not None:
@@ -136,7 +145,16 @@ class KVView:
             limits.append(("k", self.k.shape[0]))
         if self.kv_start is not None:
             limits.append(("kv_start", self.kv_start.shape[0]))
-        for name, entries in limits:
+        return limits
+
+    @property
+    def max_batch(self) -> int:
+        """Most requests that the view has entries for."""
+        return min(entries for _, entries in self._limits())
+
+    def check_batch(self, batch: int) -> None:
+        """Raise ValueError unless every per-request tensor of the view has an entry for each of `batch` requests."""
+        for name, entries in self._limits():
             if entries < batch:
                 raise ValueError(f"{name}: expected entries for a batch of {batch}, given {entries}")
 
@@ -217,6 +235,7 @@ class PagedKV(KVView):
         kv_start: [≥ batch] int32, tokens before it are invisible (left padding).
         layout: "NHD" or "HND".
         len_hint: Typical length in tokens, known to the host; may steer tile sizes, never results.
+        schedule: A `Schedule`: how the step's requests are shared among programs. A hint too.
 
     Raises:
         TypeError, ValueError: dtype, rank, shape, stride or device, naming the argument.
@@ -233,8 +252,9 @@ class PagedKV(KVView):
         kv_start: Tensor | None = None,
         layout: str = "NHD",
         len_hint: int | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
-        self._hold_pages(k_cache, v_cache, layout, rows, kv_start, len_hint)
+        self._hold_pages(k_cache, v_cache, layout, rows, kv_start, len_hint, schedule)
         page_table = checks.check_tensor("page_table", page_table)
         checks.check_dtype("page_table", page_table, torch.int32)
         checks.check_rank("page_table", page_table, 2)
@@ -266,6 +286,7 @@ class PagedKV(KVView):
         kv_start: Tensor | None = None,
         layout: str = "NHD",
         len_hint: int | None = None,
+        schedule: Schedule | None = None,
     ) -> PagedKV:
         """A view from FlashInfer's form of a page table; lengths are derived on the device.
 
@@ -274,10 +295,10 @@ class PagedKV(KVView):
             page_indptr: [≥ batch + 1] int32, prefix sums of pages per request.
             page_indices: [num_indices] int32, the pages of all requests one after another.
             last_page_len: [≥ batch] int32, tokens in each request's last page, 1…page_size.
-            kv_start, layout, len_hint: As for PagedKV.
+            kv_start, layout, len_hint, schedule: As for PagedKV.
         """
         view = cls.__new__(cls)
-        view._hold_pages(k_cache, v_cache, layout, None, kv_start, len_hint)
+        view._hold_pages(k_cache, v_cache, layout, None, kv_start, len_hint, schedule)
         device = k_cache.device
         checks.check_index_vector("page_indptr", page_indptr, device, "k_cache", least=1)
         checks.check_index_vector("page_indices", page_indices, device, "k_cache")
@@ -310,6 +331,7 @@ class PagedKV(KVView):
         rows: Tensor | None,
         kv_start: Tensor | None,
         len_hint: int | None,
+        schedule: Schedule | None,
     ) -> None:
         if layout not in ("NHD", "HND"):
             raise ValueError(f'layout: expected "NHD" or "HND", given {layout!r}')
@@ -319,7 +341,7 @@ class PagedKV(KVView):
         self.layout = layout
         tokens, heads = (1, 2) if layout == "NHD" else (2, 1)
         self.page_size = k_cache.shape[tokens]
-        self._hold(k_cache, v_cache, k_cache.shape[heads], rows, kv_start, len_hint)
+        self._hold(k_cache, v_cache, k_cache.shape[heads], rows, kv_start, len_hint, schedule)
 
     def _page_strides(self, cache: Tensor) -> tuple[int, ...]:
         page, second, third, _ = cache.stride()
@@ -341,6 +363,7 @@ class ContiguousKV(KVView):
         rows: [≥ batch] int32, the row of k and v of each request. None: request b uses row b.
         kv_start: [≥ batch] int32, tokens before it are invisible (left padding).
         len_hint: Typical length in tokens, known to the host; may steer tile sizes, never results.
+        schedule: A `Schedule`: how the step's requests are shared among programs. A hint too.
 
     Raises:
         TypeError, ValueError: dtype, rank, shape, stride or device, naming the argument.
@@ -355,12 +378,13 @@ class ContiguousKV(KVView):
         rows: Tensor | None = None,
         kv_start: Tensor | None = None,
         len_hint: int | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         _check_cache("k", k, 4)
         _check_cache("v", v, 4)
         _check_pair("k", k, "v", v)
         checks.check_index_vector("seq_lens", seq_lens, k.device, "k")
-        self._hold(k, v, k.shape[2], rows, kv_start, len_hint)
+        self._hold(k, v, k.shape[2], rows, kv_start, len_hint, schedule)
         self.seq_lens = seq_lens
         self.addressing = Addressing(
             kind=CONTIGUOUS,
@@ -389,6 +413,7 @@ class RaggedKV(KVView):
         kv_indptr: [≥ batch + 1] int32, prefix sums of tokens per request. Clamped on the device to 0…total_tokens.
         kv_start: [≥ batch] int32, tokens of a request before it are invisible.
         len_hint: Typical length in tokens, known to the host; may steer tile sizes, never results.
+        schedule: A `Schedule`: how the step's requests are shared among programs. A hint too.
 
     Raises:
         TypeError, ValueError: dtype, rank, shape, stride or device, naming the argument.
@@ -402,12 +427,13 @@ class RaggedKV(KVView):
         *,
         kv_start: Tensor | None = None,
         len_hint: int | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         _check_cache("k", k, 3)
         _check_cache("v", v, 3)
         _check_pair("k", k, "v", v)
         checks.check_index_vector("kv_indptr", kv_indptr, k.device, "k", least=1)
-        self._hold(k, v, k.shape[1], None, kv_start, len_hint)
+        self._hold(k, v, k.shape[1], None, kv_start, len_hint, schedule)
         self.kv_indptr = kv_indptr
         self.addressing = Addressing(
             kind=RAGGED,

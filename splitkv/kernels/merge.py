@@ -7,8 +7,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from splitkv.kernels.primitives import (
     BALANCED,
     FIXED_TOKENS,
+    LIST_HEADER,
     choose_shares,
     fold_partials,
+    listed_shares,
+    listed_weight,
     load_kv_range,
     load_q_range,
     part_tokens,
@@ -30,6 +33,7 @@ def merge_splits_kernel(
     kv_start_ptr,
     qo_indptr_ptr,
     sinks_ptr,
+    list_ptr,
     batch: tl.int32,
     q_len: tl.int32,
     total_q: tl.int32,
@@ -105,26 +109,32 @@ def merge_splits_kernel(
         )
 
     # Where on the axis lies its tile, and by how many shares is it cut? The same arithmetic as in split_decode_kernel.
-    by_work, each, share, _ = choose_shares(
-        batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, shares,
-        heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, SCHEDULE, PARTS, MIN_CHUNK,
-        SEGMENT_COST, BLOCK_B,
-    )  # fmt: skip
-    begin = request_begin(
-        b, by_work, each, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
-        heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, BLOCK_B,
-    )  # fmt: skip
+    if list_ptr is not None:
+        tiles_each = tl.cdiv(q_len * GROUP_SIZE, BLOCK_M)
+        _, _, share, _ = listed_shares(list_ptr, batch, tiles_each, shares)
+        begin = tl.load(list_ptr + LIST_HEADER + b) * tiles_each
+        weight = listed_weight(list_ptr, b)
+    else:
+        by_work, each, share, _ = choose_shares(
+            batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, shares,
+            heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, SCHEDULE, PARTS, MIN_CHUNK,
+            SEGMENT_COST, BLOCK_B,
+        )  # fmt: skip
+        begin = request_begin(
+            b, by_work, each, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
+            heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, BLOCK_B,
+        )  # fmt: skip
+        _, span = request_work(
+            b, True, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
+            PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
+        )  # fmt: skip
+        weight = tile_weight(span, by_work, each, heaviest)
     q_first, _ = load_q_range(b, True, qo_indptr_ptr, q_len, total_q)
     if qo_indptr_ptr is not None:
         token = row_token - q_first
     else:
         token = row_token % q_len
     tile_row = token * GROUP_SIZE + head % GROUP_SIZE
-    _, span = request_work(
-        b, True, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
-        PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
-    )  # fmt: skip
-    weight = tile_weight(span, by_work, each, heaviest)
     begin += tile_row // BLOCK_M * weight
     if SCHEDULE == BALANCED:
         first_share = begin // share

@@ -181,6 +181,43 @@ def choose_shares(
     return by_work, each, share, total
 
 
+# A work list: how a batch was shared when the list was made (by_work, each, share), then where each request begins on
+# an axis with one tile per request and head, and where the last ends.
+LIST_HEADER: tl.constexpr = tl.constexpr(3)
+
+
+@triton.jit
+def listed_shares(list_ptr, batch, tiles_each, shares):
+    """As choose_shares, from a work list.
+
+    Whatever the lengths are by now, the listed weights say where every tile lies, both kernels read the same, and the
+    keys
+    of a tile are cut by its weight, so that each is attended once: a stale list costs balance. Shares grow where the
+    batch or its tiles outgrew those of the list, so that `shares` of them still hold the axis.
+    """
+    total = tl.load(list_ptr + LIST_HEADER + batch) * tiles_each
+    share = tl.maximum(tl.load(list_ptr + 2), tl.cdiv(total, shares))
+    return tl.load(list_ptr) != 0, tl.load(list_ptr + 1), share, total
+
+
+@triton.jit
+def listed_request(list_ptr, place, batch, tiles_each, BLOCK_B: tl.constexpr):
+    """As locate, from a work list."""
+    request = 0
+    for first in range(0, batch, BLOCK_B):
+        b = first + tl.arange(0, BLOCK_B)
+        live = b < batch
+        ends = tl.load(list_ptr + LIST_HEADER + 1 + b, mask=live, other=0) * tiles_each
+        request += tl.sum((live & (ends <= place)).to(tl.int32), 0)
+    return request, tl.load(list_ptr + LIST_HEADER + request) * tiles_each
+
+
+@triton.jit
+def listed_weight(list_ptr, request):
+    """As tile_weight, from a work list."""
+    return tl.load(list_ptr + LIST_HEADER + 1 + request) - tl.load(list_ptr + LIST_HEADER + request)
+
+
 @triton.jit
 def locate(
     place,

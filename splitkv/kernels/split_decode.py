@@ -17,6 +17,9 @@ from splitkv.kernels.primitives import (
     choose_shares,
     even_edge,
     finite_or_zero,
+    listed_request,
+    listed_shares,
+    listed_weight,
     load_kv_range,
     load_q_range,
     locate,
@@ -87,6 +90,7 @@ def split_decode_kernel(
     sinks_ptr,
     alibi_ptr,
     tree_ptr,
+    list_ptr,
     batch: tl.int32,
     q_len: tl.int32,
     total_q: tl.int32,
@@ -168,28 +172,36 @@ def split_decode_kernel(
     share_id = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     RIGHT_BOUND: tl.constexpr = CAUSAL and tree_ptr is None
-    by_work, each, share, total = choose_shares(
-        batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, shares,
-        heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, SCHEDULE, PARTS, MIN_CHUNK,
-        SEGMENT_COST, BLOCK_B,
-    )  # fmt: skip
+    if list_ptr is not None:
+        tiles_each = tl.cdiv(q_len * GROUP_SIZE, BLOCK_M)
+        by_work, each, share, total = listed_shares(list_ptr, batch, tiles_each, shares)
+    else:
+        by_work, each, share, total = choose_shares(
+            batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, shares,
+            heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, SCHEDULE, PARTS, MIN_CHUNK,
+            SEGMENT_COST, BLOCK_B,
+        )  # fmt: skip
     place = share_id * share
     stop = tl.minimum(place + share, total)
     while place < stop:
         # Which request, tile and stretch of it lie at this place of the axis?
-        b, begin = locate(
-            place, batch, by_work, each, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q,
-            window_left, heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, BLOCK_B,
-        )  # fmt: skip
+        if list_ptr is not None:
+            b, begin = listed_request(list_ptr, place, batch, tiles_each, BLOCK_B)
+            weight = listed_weight(list_ptr, b)
+        else:
+            b, begin = locate(
+                place, batch, by_work, each, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len,
+                total_q, window_left, heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, BLOCK_B,
+            )  # fmt: skip
+            _, span = request_work(
+                b, True, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
+                PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
+            )  # fmt: skip
+            weight = tile_weight(span, by_work, each, heaviest)
         start, seq_len, pool_first = load_kv_range(
             b, True, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE, KV_KIND
         )
         q_first, q_tokens = load_q_range(b, True, qo_indptr_ptr, q_len, total_q)
-        _, span = request_work(
-            b, True, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
-            PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
-        )  # fmt: skip
-        weight = tile_weight(span, by_work, each, heaviest)
         tile = (place - begin) // weight
         offset = (place - begin) % weight
         taken = tl.minimum(weight - offset, stop - place)

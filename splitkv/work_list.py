@@ -1,0 +1,129 @@
+"""An optional work list, made once per step on the device, that saves decode its own look at all lengths."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from splitkv import checks
+from splitkv import tiles as tile_sizes
+from splitkv.config import WorkspaceConfig, next_power_of_2
+from splitkv.kernels.launch import launch
+from splitkv.kernels.work_list import work_list_kernel
+
+if TYPE_CHECKING:
+    from splitkv.kv import KVView
+
+HEADER = 3  # by_work, each, share
+MAX_AXIS = 2**30  # the axis of work stays within 32 bits
+
+
+class Schedule:
+    """How the requests of a step are shared among programs, written down once for all layers.
+
+    Without it every program of decode finds its share by a prefix sum over the lengths. A view takes one as
+    `schedule=`; plain calls (no qo_indptr, no window_left, no fixed parts) then read it, others keep to their own
+    prefix sum.
+
+    It is a hint: it holds weights, never lengths or page ids. Whatever lengths are written after `update`, decode
+    attends every key once, and only the balance suffers. With fixed parts (num_splits, split_tokens) it is not read at
+    all.
+
+    >>> import splitkv
+    >>> config = WorkspaceConfig(2, num_q_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16)
+    >>> schedule = Schedule.allocate(config, device="cpu")
+    >>> k, v = torch.randn(2, 2, 40, 2, 64, dtype=torch.float16)
+    >>> kv = splitkv.ContiguousKV(k, v, torch.tensor([40, 17], dtype=torch.int32), schedule=schedule)
+    >>> schedule.update(kv)
+    >>> splitkv.decode(torch.randn(2, 4, 64).half(), kv, splitkv.Workspace.allocate(config, "cpu")).shape
+    torch.Size([2, 4, 64])
+
+    Attributes:
+        config: The `WorkspaceConfig` that it was sized by.
+        buffer: [3 + max_batch_size + 1] int32: the list.
+    """
+
+    def __init__(self, config: WorkspaceConfig, device: torch.device | str) -> None:
+        """Use `allocate`."""
+        if not isinstance(config, WorkspaceConfig):
+            raise TypeError(f"config: expected a WorkspaceConfig, given {type(config).__name__}")
+        self.config = config
+        with torch.inference_mode(False):
+            # Until the first update: every request weighs 1, in shares as large as the axis needs.
+            self.buffer = torch.arange(-HEADER, config.max_batch_size + 1, dtype=torch.int32, device=device)
+            self.buffer[:HEADER] = torch.tensor([0, 1, 1], dtype=torch.int32, device=device)
+        self.device = self.buffer.device
+        self.target = tile_sizes.Target.of(self.device)
+
+    @classmethod
+    def allocate(cls, config: WorkspaceConfig, device: torch.device | str) -> Schedule:
+        """Make a list for up to config.max_batch_size requests. It is right, if not balanced, before any `update`."""
+        return cls(config, device)
+
+    @property
+    def max_batch_size(self) -> int:
+        """Most requests of a call that reads the list."""
+        return self.config.max_batch_size
+
+    def update(self, kv: KVView, batch: int | None = None) -> None:
+        """Make the list for the lengths that the device holds now: one launch on the current stream, no host traffic.
+
+        Call it once per step, after the lengths were written; it can be captured in a CUDA graph.
+
+        Args:
+            kv: A view with the step's lengths; all layers' views share them.
+            batch: Requests that will be decoded. None: as many as the view has entries for, at most max_batch_size.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
+        """
+        from splitkv.kv import KVView
+
+        if not isinstance(kv, KVView):
+            raise TypeError(f"kv: expected a PagedKV, ContiguousKV or RaggedKV, given {type(kv).__name__}")
+        if kv.device != self.device:
+            raise ValueError(f"kv: expected device {self.device} (that of the schedule), given {kv.device}")
+        if batch is None:
+            batch = min(kv.max_batch, self.max_batch_size)
+        checks.require_int("batch", batch, 0, self.max_batch_size)
+        kv.check_batch(batch)
+        config, where = self.config, kv.addressing
+        rows = min(config.q_tile_rows, max(16, next_power_of_2(config.group_size)))
+        q_tiles = batch * -(-config.group_size // rows)
+        tiles = tile_sizes.choose(
+            self.target,
+            config.dtype,
+            config.head_dim,
+            config.head_dim_v,
+            rows,
+            few_tiles=2 * q_tiles * config.num_kv_heads <= self.target.num_sms,
+        )
+        slots = config.max_splits * config.q_tile_rows // rows
+        resident = self.target.num_sms * tiles.programs_per_sm
+        launch(
+            work_list_kernel,
+            (1,),
+            self.device,
+            operands=dict(
+                list_ptr=self.buffer,
+                lens_ptr=where.lens,
+                indptr_ptr=where.indptr,
+                kv_start_ptr=kv.kv_start,
+                batch=batch,
+                rows=self.max_batch_size,
+                capacity=where.capacity,
+                shares=tile_sizes.share_count(resident, config.num_kv_heads, slots),
+                heaviest=max(1, MAX_AXIS // config.max_q_tiles),
+            ),
+            constants=dict(
+                PAGE_SIZE=where.page_size,
+                KV_KIND=where.kind,
+                GROUP_SIZE=config.group_size,
+                BLOCK_M=rows,
+                MIN_CHUNK=tiles.min_chunk,
+                SEGMENT_COST=tiles.segment_cost,
+                BLOCK_B=256,
+            ),
+            num_warps=4,
+        )
