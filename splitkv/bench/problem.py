@@ -11,6 +11,7 @@ from torch import Tensor
 from splitkv.bench.cells import VIEW_PAGE, Cell
 from splitkv.config import cdiv
 from splitkv.kv import ContiguousKV, PagedKV
+from splitkv.work_list import Schedule
 
 L2_MULTIPLE = 4  # caches in rotation hold at least so many times the L2 cache
 DEFAULT_L2 = 64 * 2**20
@@ -114,6 +115,15 @@ class Problem:
     @property
     def copies(self) -> int:
         return len(self.k_caches)
+
+    def views_with(self, schedule: Schedule) -> list[PagedKV | ContiguousKV]:
+        """The views again, with a work list."""
+        return [
+            ContiguousKV(view.k, view.v, view.seq_lens, len_hint=view.len_hint, schedule=schedule)
+            if isinstance(view, ContiguousKV)
+            else PagedKV(view.k, view.v, view.page_table, view.seq_lens, len_hint=view.len_hint, schedule=schedule)
+            for view in self.views
+        ]
 
 
 def build(cell: Cell, buffers: Buffers, *, max_len: int, copies: int, seed: int = 0) -> Problem:
