@@ -36,6 +36,7 @@ class StagingBuffer:
         with torch.inference_mode(False):
             self.words, self.pinned = _host_words(words, device)
             self.longs = self.words.view(torch.int64)
+            self.filled = self.longs[:0]  # the ids that the last copy took
         self.address = self.words.data_ptr()
         self.event: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -138,6 +139,8 @@ class StepState:
             torch.arange(self.arange.numel(), out=self.arange, device=self.device)
         self._staging = [StagingBuffer(config.staged_words, self.device) for _ in range(STAGING_BUFFERS)]
         self._next_staging = 0
+        with torch.inference_mode(False):
+            self._input_view = self.input_ids[:0]
         self._prepare()
 
     @classmethod
@@ -267,12 +270,18 @@ class StepState:
     def _refuse_capture(self, name: str) -> None:
         if self.device.type != "cuda":
             return
-        with torch.cuda.device(self.device):
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    f"{name}: expected a stream that is not being captured (a replay would copy what the staging "
-                    "buffer holds by then), given one that is: call it before each replay instead"
-                )
+        if (
+            torch.cuda.current_device() == self.device.index
+        ):  # changing to it and back would cost more than the question
+            capturing = torch.cuda.is_current_stream_capturing()
+        else:
+            with torch.cuda.device(self.device):
+                capturing = torch.cuda.is_current_stream_capturing()
+        if capturing:
+            raise RuntimeError(
+                f"{name}: expected a stream that is not being captured (a replay would copy what the staging "
+                "buffer holds by then), given one that is: call it before each replay instead"
+            )
 
     # Writing a step.
 
@@ -506,12 +515,16 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
         source = _Ids("ids", ids)
         if source.count > self.config.max_total_q:
             raise ValueError(f"ids: expected at most {self.config.max_total_q} (max_total_q), given {source.count}")
-        view = self.input_ids[: source.count]
+        view = self._input_view
+        if view.shape[0] != source.count:  # steps of one size, one after another, share the view
+            view = self._input_view = self.input_ids[: source.count]
         if source.count:
             self._refuse_capture("fill_input_ids")
             buffer = self._acquire()
             ctypes.memmove(buffer.address, source.address, 8 * source.count)
-            self._send(buffer, buffer.longs[: source.count], view)
+            if buffer.filled.shape[0] != source.count:
+                buffer.filled = buffer.longs[: source.count]
+            self._send(buffer, buffer.filled, view)
         return view
 
     def fill_input_ids_from_device(self, tokens: Tensor) -> Tensor:
