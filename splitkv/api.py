@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -10,55 +11,90 @@ import torch
 from torch import Tensor
 
 from splitkv import _interpreter, checks
-from splitkv import tiles as tile_sizes
-from splitkv.config import DTYPES, cdiv, next_power_of_2, tile_bound
-from splitkv.kernels.launch import launch
+from splitkv.config import DTYPES, cdiv, next_power_of_2
 from splitkv.kernels.merge import merge_kernel, merge_splits_kernel
+from splitkv.kernels.prepared import Launch, PreparedLaunches
 from splitkv.kernels.split_decode import split_decode_kernel
-from splitkv.kv import KVView
-from splitkv.schedule import BALANCED, FIXED_PARTS, FIXED_TOKENS
+from splitkv.kv import CSR, OPERANDS, PAGED, KVView
+from splitkv.variants import ALIGNED_BYTES, CallForm, Variant
 from splitkv.workspace import Workspace
 
 MAX_SPAN = 2**30  # a wider window is none, and a longer axis of work would outgrow 32 bits
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One kernel launch: everything but the stream."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    operands: dict[str, Any]
-    constants: dict[str, Any]
-    num_warps: int
-    dependent: bool = False
-    max_registers: int = 0
-
-    def run(self, device: torch.device) -> None:
-        launch(
-            self.kernel,
-            self.grid,
-            device,
-            self.operands,
-            self.constants,
-            self.num_warps,
-            self.dependent,
-            self.max_registers,
-        )
+# The kernels' names of the tensors that a call gives besides its view's.
+GIVEN = (
+    "q_ptr", "out_ptr", "lse_ptr", "qo_indptr_ptr", "sinks_ptr", "alibi_ptr", "tree_ptr", "partial_out_ptr",
+    "partial_lse_ptr",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a decode call will do: its outputs and its launches."""
+    """What a decode call will do: its outputs and its launches.
+
+    Attributes:
+        device: Where.
+        out, lse: Its outputs; lse None where none was asked for.
+        launches: At most two.
+        form: What its kernels depend on, sizes aside.
+        operands: Those of both kernels by name.
+    """
 
     device: torch.device
     out: Tensor
     lse: Tensor | None
     launches: tuple[Launch, ...]
+    form: CallForm
+    operands: dict[str, Any]
 
     def run(self) -> None:
         for step in self.launches:
             step.run(self.device)
+
+
+class PreparedCall:
+    """A call that was checked, for further ones of the same form: whatever is not an address is the same."""
+
+    __slots__ = ("_launches", "_lse_shape", "_out_shape")
+
+    def __init__(self, plan: Plan) -> None:
+        self._launches = PreparedLaunches(plan.launches, (*GIVEN, *OPERANDS), plan.device)
+        self._out_shape = plan.out.shape, plan.out.stride()
+        self._lse_shape = None if plan.lse is None else (plan.lse.shape, plan.lse.stride())
+
+    def run(
+        self,
+        q: Tensor,
+        kv: KVView,
+        workspace: Workspace,
+        qo_indptr: Tensor | None,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
+        tree_mask: Tensor | None,
+        out: Tensor | None,
+        lse: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Launch it for these tensors, and return its outputs."""
+        if out is None:
+            out = workspace.out.as_strided(*self._out_shape)
+        if lse is None and self._lse_shape is not None:
+            lse = workspace.lse.as_strided(*self._lse_shape)
+        self._launches(
+            (
+                q,
+                out,
+                workspace.partial_lse if lse is None else lse,
+                qo_indptr,
+                sinks,
+                alibi_slopes,
+                tree_mask,
+                workspace.partial_out,
+                workspace.partial_lse,
+                *kv.tensors,
+            )
+        )
+        return out, lse
 
 
 def decode(
@@ -121,13 +157,10 @@ def decode(
     Raises:
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
-    plan = plan_decode(
-        q, kv, workspace, qo_indptr=qo_indptr, sm_scale=sm_scale, causal=causal, window_left=window_left,
-        softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, tree_mask=tree_mask, num_splits=num_splits,
-        out=out, lse=lse,
-    )  # fmt: skip
-    plan.run()
-    return plan.out
+    return _attend(
+        q, kv, workspace, False, qo_indptr, sm_scale, causal, window_left, softcap, sinks, alibi_slopes, tree_mask,
+        num_splits, out, lse,
+    )[0]  # fmt: skip
 
 
 def decode_with_lse(q: Tensor, kv: KVView, workspace: Workspace, **rules: Any) -> tuple[Tensor, Tensor]:
@@ -140,10 +173,111 @@ def decode_with_lse(q: Tensor, kv: KVView, workspace: Workspace, **rules: Any) -
         (out, lse): lse is q.shape[:-1] float32, natural log, without the sink; by default a view of workspace.lse,
         valid until the next call on that workspace.
     """
-    plan = plan_decode(q, kv, workspace, want_lse=True, **rules)
-    plan.run()
-    assert plan.lse is not None
-    return plan.out, plan.lse
+    out, lse = _attend(q, kv, workspace, True, **rules)
+    assert lse is not None
+    return out, lse
+
+
+def _attend(
+    q: Tensor,
+    kv: KVView,
+    workspace: Workspace,
+    want_lse: bool,
+    qo_indptr: Tensor | None = None,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    window_left: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    num_splits: int | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Check the call, unless the workspace remembers one of its form, and launch it; (out, lse)."""
+    form: Hashable = None
+    call: PreparedCall | None = None
+    try:
+        # Everything that plan_decode looks at, but for values that change with the same tensors. Numbers together with
+        # their types: 1, 1.0 and True are equal, and not all of them are accepted.
+        form = (
+            q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNED_BYTES,
+            kv.form, kv.k.data_ptr() % ALIGNED_BYTES, kv.v.data_ptr() % ALIGNED_BYTES,
+            want_lse,
+            sm_scale, sm_scale.__class__, causal, causal.__class__, window_left, window_left.__class__,
+            softcap, softcap.__class__, num_splits, num_splits.__class__,
+            None if qo_indptr is None else _form_of(qo_indptr),
+            None if sinks is None else _form_of(sinks),
+            None if alibi_slopes is None else _form_of(alibi_slopes),
+            None if tree_mask is None else _form_of(tree_mask),
+            None if out is None else _form_of(out),
+            None if lse is None else _form_of(lse),
+        )  # fmt: skip
+        call = workspace.recall(form)
+    except (AttributeError, TypeError, RuntimeError):
+        form = None  # some argument is no such thing at all: plan_decode says which
+    if call is None or (q.requires_grad and torch.is_grad_enabled()) or checks.debugging():
+        plan = plan_decode(
+            q, kv, workspace, want_lse=want_lse, qo_indptr=qo_indptr, sm_scale=sm_scale, causal=causal,
+            window_left=window_left, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, tree_mask=tree_mask,
+            num_splits=num_splits, out=out, lse=lse,
+        )  # fmt: skip
+        if form is None:
+            plan.run()
+            return plan.out, plan.lse
+        if call is None:
+            call = PreparedCall(plan)
+            workspace.remember(form, call)
+    return call.run(q, kv, workspace, qo_indptr, sinks, alibi_slopes, tree_mask, out, lse)
+
+
+def _form_of(tensor: Tensor) -> tuple[Hashable, ...]:
+    """All that checks and constants depend on of a tensor."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNED_BYTES
+
+
+def warmup(q: Tensor, kv: KVView, workspace: Workspace, **rules: Any) -> None:
+    """Compile and load everything that such a call can launch, whatever its lengths, batch, strides and alignment.
+
+    Launches nothing. Afterwards `decode` and `decode_with_lse` compile nothing for calls with the same rules, q of as
+    many dimensions and with the same q_len, heads and width, and a view of the same kind, dtype, heads, widths and page
+    size, with or without the same optional tensors; so that the first one may be inside a capture of a CUDA graph.
+    Under Triton's interpreter there is nothing to compile.
+
+    >>> import torch, splitkv
+    >>> config = splitkv.WorkspaceConfig(2, num_q_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16)
+    >>> k, v = torch.zeros(2, 2, 40, 2, 64, dtype=torch.float16)
+    >>> kv = splitkv.ContiguousKV(k, v, torch.zeros(2, dtype=torch.int32))
+    >>> splitkv.warmup(torch.zeros(2, 4, 64).half(), kv, splitkv.Workspace.allocate(config, "cpu"), softcap=30.0)
+
+    Takes about a second per kernel, of which there are tens; Triton keeps them on disk for the next process.
+
+    Args:
+        q, kv, workspace, **rules: As for `decode`. Contents do not matter, nor do the values of sm_scale, window_left
+            (but None) and softcap (but None).
+
+    Raises:
+        TypeError, ValueError: as `decode` does.
+    """
+    plan = plan_decode(q, kv, workspace, **rules)
+    if plan.device.type != "cuda" or _interpreter.interpreting():
+        return
+    max_batch = None
+    if plan.form.q_len is not None and rules.get("out") is None:
+        # More do not fit the workspace's out.
+        max_batch = workspace.out.numel() // (plan.form.q_len * q.shape[-2] * kv.head_dim_v)
+    if plan.form.listed_tiles is not None and kv.schedule is not None:
+        max_batch = min(max_batch or kv.schedule.max_batch_size, kv.schedule.max_batch_size)
+    compiled = set()
+    with torch.cuda.device(plan.device):
+        for variant in plan.form.variants(max_batch):
+            for step in _launches(variant, plan.operands, batch=1, total_q=1, num_q_heads=1):
+                operands = tuple(name for name, value in step.operands.items() if value is not None)
+                key = step.kernel, operands, tuple(step.constants.items()), step.num_warps, step.max_registers
+                if key not in compiled:
+                    compiled.add(key)
+                    step.compile()
 
 
 def supports(q: Tensor, kv: KVView, workspace: Workspace, **rules: Any) -> str | None:
@@ -324,181 +458,124 @@ def plan_decode(
     elif want_lse:
         lse = _view_of(workspace.lse, "lse", q.shape[:-1])
 
-    # Query tiles, and the partials that they may leave.
-    num_kv_heads = kv.num_kv_heads
-    group_size = num_q_heads // num_kv_heads
-    rows = config.q_tile_rows
-    if not ragged:
-        rows = min(rows, max(16, next_power_of_2(q_len * group_size)))
-    kv_vector = _vector(16, kv.k, kv.v)
-    if kv_vector == 1 or tree_mask is not None:
-        # Warp-group products (64 rows on Hopper) of values that come through registers, not by an asynchronous copy,
-        # read wrong shared memory where key and value widths differ (seen with Triton 3.6).
-        rows = min(rows, 32)
-    q_tiles = tile_bound(batch, total_q, group_size, rows) if ragged else batch * cdiv(q_len * group_size, rows)
-    slots = min(workspace.partial_out.numel() // (rows * head_dim_v), workspace.partial_lse.numel() // rows)
-    target = workspace.target
-    fixed = num_splits is not None or config.split_tokens is not None
-    tiles = None
-    if workspace.tiles is not None:
-        tiles = workspace.tiles.lookup(target.arch, config.dtype, head_dim, head_dim_v, rows)
-    if tiles is None:
-        tiles = tile_sizes.choose(
-            target,
-            config.dtype,
-            head_dim,
-            head_dim_v,
-            rows,
-            aligned=kv_vector > 1,
-            # Never with fixed parts: a row's bits must not depend on how many others there are.
-            few_tiles=not fixed and 2 * q_tiles * num_kv_heads <= target.num_sms,
-        )
-    dependent = target.arch.startswith("cuda:") and int(target.arch[5:]) >= 90
-    if fixed:
-        schedule = FIXED_TOKENS if num_splits is None else FIXED_PARTS
-        parts = config.max_parts if num_splits is None else num_splits
-        units = q_tiles * parts
-        if parts > 1 and units * num_kv_heads > slots:
-            name = "split_tokens" if num_splits is None else "num_splits"
-            raise ValueError(
-                f"{name}: expected at most {slots} partial tiles (the workspace's capacity for {rows} rows of width "
-                f"{head_dim_v}), given {units * num_kv_heads} "
-                f"({q_tiles} query tiles · {num_kv_heads} KV heads · {parts} parts)"
-            )
-    else:
-        schedule, parts = BALANCED, 0
-        units = tile_sizes.share_count(target.num_sms * tiles.programs_per_sm, num_kv_heads, slots)
-
-    work_list = None
-    if kv.schedule is not None and not (fixed or ragged) and window_left is None:
+    # The kernels.
+    kv_vector = _vector(ALIGNED_BYTES, kv.k, kv.v)
+    where = kv.addressing
+    stride_k = _steps("k", where.stride_k, kv_vector)
+    stride_v = _steps("v", where.stride_v, kv_vector)
+    list_capacity = None
+    if kv.schedule is not None and not (ragged or num_splits or config.split_tokens) and window_left is None:
         if batch > kv.schedule.max_batch_size:
             raise ValueError(
                 f"schedule: expected a batch of at most {kv.schedule.max_batch_size} (its capacity), given {batch}"
             )
-        # More tiles than it was sized for could leave 32 bits on its axis: such calls keep to their own prefix sum.
-        if q_tiles <= kv.schedule.config.max_q_tiles:
-            work_list = kv.schedule.buffer
-
-    where = kv.addressing
-    has_window = window_left is not None
-    reach = min(window_left, MAX_SPAN) if window_left is not None else 0
-    several = ragged or q_len > 1 or tree_mask is not None
-    block_d, block_d_tail = tile_sizes.split_width(head_dim)
-    block_dv, block_dv_tail = tile_sizes.split_width(head_dim_v)
+        list_capacity = kv.schedule.config.max_q_tiles
+    form = CallForm(
+        config=config,
+        target=workspace.target,
+        tiles=workspace.tiles,
+        partial_elements=workspace.partial_out.numel(),
+        partial_rows=workspace.partial_lse.numel(),
+        num_kv_heads=kv.num_kv_heads,
+        group_size=num_q_heads // kv.num_kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        kind=where.kind,
+        page_size=where.page_size,
+        by_page=where.kind in (PAGED, CSR),
+        q_len=None if ragged else q_len,
+        causal=causal,
+        has_window=window_left is not None,
+        has_softcap=softcap is not None,
+        has_tree=tree_mask is not None,
+        num_splits=num_splits,
+        listed_tiles=list_capacity,
+        widen=_widen(config.dtype),
+    )
+    q_tiles = form.q_tiles(batch, total_q, kv_vector)
+    variant = form.choose(batch, q_tiles, _vector(ALIGNED_BYTES, q, out), kv_vector, stride_k == stride_v)
     out_strides = _row_strides(out, ragged, last=True)
     lse_strides = (0, 0, 0) if lse is None else _row_strides(lse, ragged, last=False)
-    shared_operands = dict(
+    operands = dict(
+        q_ptr=q,
+        k_ptr=kv.k,
+        v_ptr=kv.v,
         partial_out_ptr=workspace.partial_out,
         partial_lse_ptr=workspace.partial_lse,
         out_ptr=out,
-        lse_ptr=lse,
+        lse_ptr=workspace.partial_lse if lse is None else lse,  # not written without has_lse
         lens_ptr=where.lens,
         indptr_ptr=where.indptr,
+        table_ptr=where.table,
+        rows_ptr=kv.rows,
         kv_start_ptr=kv.kv_start,
         qo_indptr_ptr=qo_indptr,
         sinks_ptr=sinks,
-        list_ptr=work_list,
+        alibi_ptr=alibi_slopes,
+        tree_ptr=tree_mask,
+        list_ptr=None if kv.schedule is None else kv.schedule.buffer,
         batch=batch,
         q_len=max(q_len, 1),
         total_q=total_q,
         capacity=where.capacity,
-        window_left=reach,
-        shares=units,
+        window_left=0 if window_left is None else min(window_left, MAX_SPAN),
+        shares=variant.units,
         heaviest=max(1, MAX_SPAN // max(q_tiles, 1)),
+        has_lse=int(lse is not None),
+        sm_scale=sm_scale,
+        softcap=1.0 if softcap is None else softcap,
+        stride_q_batch=q_strides[0],
+        stride_q_token=q_strides[1],
+        stride_q_head=q_strides[2],
         stride_out_batch=out_strides[0],
         stride_out_token=out_strides[1],
         stride_out_head=out_strides[2],
         stride_lse_batch=lse_strides[0],
         stride_lse_token=lse_strides[1],
         stride_lse_head=lse_strides[2],
+        stride_k_page=stride_k[0],
+        stride_k_token=stride_k[1],
+        stride_k_head=stride_k[2],
+        stride_v_page=stride_v[0],
+        stride_v_token=stride_v[1],
+        stride_v_head=stride_v[2],
+        stride_table_row=where.stride_table_row,
+        stride_tree_batch=0 if tree_mask is None else tree_mask.stride(0),
+        stride_tree_row=0 if tree_mask is None else tree_mask.stride(1),
     )
-    shared_constants = dict(
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP_SIZE=group_size,
-        HEAD_DIM_V=head_dim_v,
-        PAGE_SIZE=where.page_size,
-        KV_KIND=where.kind,
-        SCHEDULE=schedule,
-        SPLIT_TOKENS=(config.split_tokens or 0) if schedule == FIXED_TOKENS else 0,
-        PARTS=parts,
-        MIN_CHUNK=tiles.min_chunk,
-        SEGMENT_COST=tiles.segment_cost,
-        DEPENDENT_LAUNCH=dependent,
-        HAS_WINDOW=has_window,
-        HAS_LSE=lse is not None,
-        BLOCK_B=1 if batch <= 1 else 16 if batch <= 16 else 64 if batch <= 64 else 256,
-        WIDEN=_widen(config.dtype),
-        BLOCK_M=rows,
-    )
-    stride_k = _steps("k", where.stride_k, kv_vector)
-    stride_v = _steps("v", where.stride_v, kv_vector)
+    launches = _launches(variant, operands, batch, total_q, num_q_heads)
+    return Plan(workspace.device, out, lse, launches, form, operands)
+
+
+def _launches(
+    variant: Variant, operands: dict[str, Any], batch: int, total_q: int, num_q_heads: int
+) -> tuple[Launch, ...]:
+    """The launches of a call, from the operands of both its kernels."""
+    if not variant.listed:
+        operands = {**operands, "list_ptr": None}
+
+    def of(kernel: Any) -> dict[str, Any]:
+        return {name: operands[name] for name in kernel.arg_names if name in operands}
+
     split = Launch(
         kernel=split_decode_kernel,
-        grid=(units * num_kv_heads,),
-        operands=dict(
-            q_ptr=q,
-            k_ptr=kv.k,
-            v_ptr=kv.v,
-            table_ptr=where.table,
-            rows_ptr=kv.rows,
-            alibi_ptr=alibi_slopes,
-            tree_ptr=tree_mask,
-            sm_scale=sm_scale,
-            softcap=softcap if softcap is not None else 1.0,
-            stride_q_batch=q_strides[0],
-            stride_q_token=q_strides[1],
-            stride_q_head=q_strides[2],
-            stride_k_page=stride_k[0],
-            stride_k_token=stride_k[1],
-            stride_k_head=stride_k[2],
-            stride_v_page=stride_v[0],
-            stride_v_token=stride_v[1],
-            stride_v_head=stride_v[2],
-            stride_table_row=where.stride_table_row,
-            stride_tree_batch=0 if tree_mask is None else tree_mask.stride(0),
-            stride_tree_row=0 if tree_mask is None else tree_mask.stride(1),
-            **shared_operands,
-        ),
-        constants=dict(
-            HEAD_DIM=head_dim,
-            MULTI_TOKEN=several,
-            CAUSAL=causal,
-            HAS_SOFTCAP=softcap is not None,
-            Q_VECTOR=_vector(16, q, out),
-            SAME_STRIDES=stride_k == stride_v,
-            KV_VECTOR=kv_vector,
-            BLOCK_N=tiles.block_n,
-            BLOCK_D=block_d,
-            BLOCK_D_TAIL=block_d_tail,
-            BLOCK_DV=block_dv,
-            BLOCK_DV_TAIL=block_dv_tail,
-            NUM_STAGES=tiles.num_stages,
-            **shared_constants,
-        ),
-        num_warps=tiles.num_warps,
-        dependent=dependent,
-        max_registers=tiles.max_registers,
+        grid=(variant.units * variant.split["NUM_KV_HEADS"],),
+        operands=of(split_decode_kernel),
+        constants=variant.split,
+        num_warps=variant.num_warps,
+        dependent=variant.dependent,
+        max_registers=variant.max_registers,
     )
-    launches = [split] if q_tiles else []
-    # Nothing is left to merge where every tile has one part by construction; rows past qo_indptr[-1] are the merge's.
-    if ragged or not (schedule != BALANCED and parts == 1):
-        # Most parts that one tile is likely to have: all are loaded at once where they are many.
-        likely = parts if schedule != BALANCED else units // max(q_tiles, 1) + 1
-        block_p = min(128, max(4, next_power_of_2(likely)))
-        block = min(max(16, next_power_of_2(head_dim_v)), 2048 // max(block_p, 16))
-        launches.append(
-            Launch(
-                kernel=merge_splits_kernel,
-                grid=(total_q, num_q_heads, cdiv(head_dim_v, block)),
-                operands=shared_operands,
-                constants=dict(
-                    RIGHT_BOUND=causal and tree_mask is None, BLOCK_P=block_p, BLOCK_DV=block, **shared_constants
-                ),
-                num_warps=1,
-                dependent=dependent,
-            )
-        )
-    return Plan(device=workspace.device, out=out, lse=lse, launches=tuple(launches))
+    merge = Launch(
+        kernel=merge_splits_kernel,
+        grid=(total_q, num_q_heads, cdiv(variant.merge["HEAD_DIM_V"], variant.merge["BLOCK_DV"])),
+        operands=of(merge_splits_kernel),
+        constants=variant.merge,
+        num_warps=1,
+        dependent=variant.dependent,
+    )
+    # Without a query tile there is nothing to attend.
+    return ((split,) if variant.q_tiles else ()) + ((merge,) if variant.merges else ())
 
 
 def _view_of(buffer: Tensor, name: str, shape: tuple[int, ...] | torch.Size) -> Tensor:

@@ -13,8 +13,9 @@ import torch
 
 import splitkv
 from splitkv import _interpreter, tiles
-from splitkv.api import Launch, plan_decode
+from splitkv.api import plan_decode
 from splitkv.config import DTYPES, cdiv
+from splitkv.kernels.prepared import Launch
 from splitkv.schedule import FIXED_PARTS, FIXED_TOKENS, GRAIN, Partition, Request, Stretch
 from splitkv.screen import Screen, mebibytes
 

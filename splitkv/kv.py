@@ -6,7 +6,7 @@ strides between them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,6 +24,9 @@ PAGED = 0  # page_table[row, t // page_size] is the page of token t
 CONTIGUOUS = 1  # cache[row, t]
 RAGGED = 2  # cache[kv_indptr[b] + t]
 CSR = 3  # page_indices[page_indptr[b] + t // page_size] is the page of token t
+
+# The kernels' names of a view's tensors.
+OPERANDS = ("k_ptr", "v_ptr", "lens_ptr", "indptr_ptr", "table_ptr", "rows_ptr", "kv_start_ptr", "list_ptr")
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class KVView:
         len_hint: Typical length in tokens, or None. May steer tile sizes, never results.
         schedule: A `Schedule` that saves decode its prefix sum over the lengths, or None.
         addressing: Where tokens lie, as the kernels take it.
+        tensors: Every tensor that decode may read of it, in the order of `OPERANDS`.
+        form: All that decode's checks and constants depend on, addresses aside.
     """
 
     k: Tensor
@@ -95,6 +100,40 @@ class KVView:
     len_hint: int | None
     schedule: Schedule | None
     addressing: Addressing
+    tensors: tuple[Tensor | None, ...]
+    form: tuple[Hashable, ...]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Calls that were checked once are not checked again for the same form.
+        if "form" in self.__dict__:
+            raise AttributeError(
+                f"{name}: expected no change of a view (its tensors' content may change): make another"
+            )
+        super().__setattr__(name, value)
+
+    def _seal(self, addressing: Addressing) -> None:
+        """Complete the view, which cannot be changed from then on."""
+        self.addressing = where = addressing
+        written = None if self.schedule is None else self.schedule.buffer
+        self.tensors = (self.k, self.v, where.lens, where.indptr, where.table, self.rows, self.kv_start, written)
+        self.form = (
+            where.kind,
+            where.page_size,
+            where.capacity,
+            where.stride_k,
+            where.stride_v,
+            where.stride_table_row,
+            self.k.shape,
+            self.v.shape,
+            self.num_kv_heads,
+            self.k.dtype,
+            self.k.device,
+            self.max_batch,
+            self.rows is None,
+            self.kv_start is None,
+            # Which of a schedule's limits a call keeps decides whether it reads the list.
+            None if self.schedule is None else (self.schedule.max_batch_size, self.schedule.config.max_q_tiles),
+        )
 
     def _hold(
         self,
@@ -262,7 +301,7 @@ class PagedKV(KVView):
         checks.check_device("page_table", page_table, k_cache.device, "k_cache")
         checks.check_index_vector("seq_lens", seq_lens, k_cache.device, "k_cache")
         self.page_table, self.seq_lens = page_table, seq_lens
-        self.addressing = Addressing(
+        addressing = Addressing(
             kind=PAGED,
             page_size=self.page_size,
             capacity=min(page_table.shape[1] * self.page_size, MAX_TOKENS),
@@ -273,6 +312,7 @@ class PagedKV(KVView):
             stride_k=self._page_strides(k_cache),
             stride_v=self._page_strides(v_cache),
         )
+        self._seal(addressing)
 
     @classmethod
     def from_csr(
@@ -304,7 +344,7 @@ class PagedKV(KVView):
         checks.check_index_vector("page_indices", page_indices, device, "k_cache")
         checks.check_index_vector("last_page_len", last_page_len, device, "k_cache")
         view.page_indptr, view.page_indices, view.last_page_len = page_indptr, page_indices, last_page_len
-        view.addressing = Addressing(
+        addressing = Addressing(
             kind=CSR,
             page_size=view.page_size,
             capacity=page_indices.shape[0],
@@ -315,6 +355,7 @@ class PagedKV(KVView):
             stride_k=view._page_strides(k_cache),
             stride_v=view._page_strides(v_cache),
         )
+        view._seal(addressing)
         return view
 
     page_table: Tensor
@@ -386,7 +427,7 @@ class ContiguousKV(KVView):
         checks.check_index_vector("seq_lens", seq_lens, k.device, "k")
         self._hold(k, v, k.shape[2], rows, kv_start, len_hint, schedule)
         self.seq_lens = seq_lens
-        self.addressing = Addressing(
+        addressing = Addressing(
             kind=CONTIGUOUS,
             page_size=1,
             capacity=min(k.shape[1], MAX_TOKENS),
@@ -397,6 +438,7 @@ class ContiguousKV(KVView):
             stride_k=k.stride()[:3],
             stride_v=v.stride()[:3],
         )
+        self._seal(addressing)
 
 
 class RaggedKV(KVView):
@@ -435,7 +477,7 @@ class RaggedKV(KVView):
         checks.check_index_vector("kv_indptr", kv_indptr, k.device, "k", least=1)
         self._hold(k, v, k.shape[1], None, kv_start, len_hint, schedule)
         self.kv_indptr = kv_indptr
-        self.addressing = Addressing(
+        addressing = Addressing(
             kind=RAGGED,
             page_size=1,
             capacity=min(k.shape[0], MAX_TOKENS),
@@ -446,3 +488,4 @@ class RaggedKV(KVView):
             stride_k=(0, *k.stride()[:2]),
             stride_v=(0, *v.stride()[:2]),
         )
+        self._seal(addressing)

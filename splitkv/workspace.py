@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from splitkv import checks
 from splitkv.config import ALIGNMENT, Section, WorkspaceConfig
 from splitkv.tiles import Target
 from splitkv.tiles_io import TileTable
+
+MAX_CALLS = 256  # forms of calls that a workspace remembers; then it starts again
 
 
 def carve(buffer: Tensor, sections: tuple[Section, ...]) -> dict[str, Tensor]:
@@ -72,8 +76,6 @@ class Workspace:
         out: [max_total_q, num_q_heads, head_dim_v] of the config's dtype.
         lse: [max_total_q, num_q_heads] float32, natural log.
         device: Where they live.
-        target: What tiles are chosen by: the architecture and sizes of the device.
-        tiles: Measured tile sizes that replace the built-in choice where they have an entry, or None.
     """
 
     partial_out: Tensor
@@ -89,8 +91,42 @@ class Workspace:
         for name, view in carve(buffer, config.sections()).items():
             setattr(self, name, view)
         self.device = buffer.device
-        self.target = Target.of(self.device)
-        self.tiles: TileTable | None = None
+        self._target = Target.of(self.device)
+        self._tiles: TileTable | None = None
+        self._calls: dict[Hashable, Any] = {}
+
+    @property
+    def target(self) -> Target:
+        """What tiles are chosen by: the architecture and sizes of the device."""
+        return self._target
+
+    @target.setter
+    def target(self, target: Target) -> None:
+        self._target = target
+        self._calls.clear()
+
+    @property
+    def tiles(self) -> TileTable | None:
+        """Measured tile sizes that replace the built-in choice where they have an entry, or None.
+
+        Set it anew rather than change it: calls of a form that was seen keep the tiles that they had.
+        """
+        return self._tiles
+
+    @tiles.setter
+    def tiles(self, tiles: TileTable | None) -> None:
+        self._tiles = tiles
+        self._calls.clear()
+
+    def recall(self, form: Hashable) -> Any:
+        """What was remembered of calls of this form, or None."""
+        return self._calls.get(form)
+
+    def remember(self, form: Hashable, call: Any) -> None:
+        """Keep what is known of calls of this form: they need not be checked and prepared again. Holds no tensor."""
+        if len(self._calls) >= MAX_CALLS:
+            self._calls.clear()
+        self._calls[form] = call
 
     @classmethod
     def allocate(

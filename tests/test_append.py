@@ -79,7 +79,7 @@ def twin(kv: Any) -> Any:
     for name in ("k", "v"):
         cache = getattr(kv, name)
         copied = torch.empty(0, dtype=cache.dtype, device=cache.device).set_(base(cache).clone().untyped_storage())
-        setattr(other, name, copied.as_strided(cache.shape, cache.stride(), cache.storage_offset()))
+        other.__dict__[name] = copied.as_strided(cache.shape, cache.stride(), cache.storage_offset())
     return other
 
 

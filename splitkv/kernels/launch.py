@@ -36,11 +36,18 @@ def launch(
     if 0 in grid:
         return
     with torch.cuda.device(device) if device.type == "cuda" else _quiet_numpy():
-        # Fusing a multiply and an add is what every hand-written kernel does; Triton wants it said.
-        options: dict[str, Any] = {"launch_pdl": True} if dependent else {}
-        if max_registers:
-            options["maxnreg"] = max_registers
-        kernel[grid](**operands, **constants, num_warps=num_warps, enable_fp_fusion=True, **options)
+        kernel[grid](**operands, **constants, **compile_options(num_warps, dependent, max_registers))
+
+
+def compile_options(num_warps: int, dependent: bool = False, max_registers: int = 0) -> dict[str, Any]:
+    """What Triton compiles a kernel with, besides its constants. It knows a compiled kernel by their very order."""
+    # Fusing a multiply and an add is what every hand-written kernel does; Triton wants it said.
+    options: dict[str, Any] = {"num_warps": num_warps, "enable_fp_fusion": True}
+    if dependent:
+        options["launch_pdl"] = True
+    if max_registers:
+        options["maxnreg"] = max_registers
+    return options
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from splitkv.kernels.jit import unspecialized
 from splitkv.kernels.primitives import (
     BALANCED,
     FIXED_TOKENS,
@@ -22,7 +23,7 @@ from splitkv.kernels.primitives import (
 )
 
 
-@triton.jit
+@unspecialized
 def merge_splits_kernel(
     partial_out_ptr,
     partial_lse_ptr,
@@ -41,6 +42,7 @@ def merge_splits_kernel(
     window_left: tl.int32,
     shares: tl.int32,
     heaviest: tl.int32,
+    has_lse: tl.int32,
     stride_out_batch: tl.int64,
     stride_out_token: tl.int64,
     stride_out_head: tl.int64,
@@ -60,7 +62,6 @@ def merge_splits_kernel(
     DEPENDENT_LAUNCH: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     RIGHT_BOUND: tl.constexpr,
-    HAS_LSE: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -72,7 +73,7 @@ def merge_splits_kernel(
     Grid: (query tokens, query heads, ceil(HEAD_DIM_V / BLOCK_DV)). Rows whose tile had one part are done already.
 
     Reads:  partial_out [slots, BLOCK_M, HEAD_DIM_V] fp32, partial_lse [slots, BLOCK_M] fp32, lengths
-    Writes: out, lse
+    Writes: out, and lse if has_lse
     """
     row_token = tl.program_id(0)
     head = tl.program_id(1)
@@ -92,8 +93,7 @@ def merge_splits_kernel(
                 gdc_wait()
                 gdc_launch_dependents()
             tl.store(out_ptr + out_row + offs_d, tl.zeros([BLOCK_DV], out_ptr.dtype.element_ty), mask=d_mask)
-            if HAS_LSE:
-                tl.store(lse_ptr + lse_row, float("-inf"))
+            tl.store(lse_ptr + lse_row, float("-inf"), mask=has_lse != 0)
             return
     else:
         b = row_token // q_len
@@ -173,10 +173,10 @@ def merge_splits_kernel(
         sinks_ptr is not None,
         BLOCK_P,
         BLOCK_DV,
+        4 if HEAD_DIM_V % 4 == 0 else 1,
     )
     tl.store(out_ptr + out_row + offs_d, round_to(out, out_ptr.dtype.element_ty, WIDEN), mask=d_mask)
-    if HAS_LSE:
-        tl.store(lse_ptr + lse_row, lse)
+    tl.store(lse_ptr + lse_row, lse, mask=has_lse != 0)
 
 
 @triton.jit
@@ -231,6 +231,7 @@ def merge_kernel(
         sinks_ptr is not None,
         BLOCK_P,
         BLOCK_DV,
+        1,
     )
     tl.store(
         out_ptr + row * stride_out_row + head * stride_out_head + offs_d,

@@ -1,14 +1,158 @@
-"""Launches that are made again and again with the same tensors."""
+"""Launches that are made again and again: without what Triton does per launch, which is most of its cost."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
-from splitkv.kernels.launch import launch
+from splitkv.kernels.launch import compile_options, launch
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: everything but the stream.
+
+    Attributes:
+        kernel: A Triton kernel.
+        grid: Programs per dimension.
+        operands: Tensors (or None), integers and floats by parameter name.
+        constants: Compile-time constants by parameter name.
+        num_warps, dependent, max_registers: As for `splitkv.kernels.launch.launch`.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    operands: Mapping[str, Any]
+    constants: Mapping[str, Any]
+    num_warps: int
+    dependent: bool = False
+    max_registers: int = 0
+
+    def run(self, device: torch.device) -> None:
+        """Enqueue it on the current stream of `device`, which is that of the tensors."""
+        launch(
+            self.kernel,
+            self.grid,
+            device,
+            self.operands,
+            self.constants,
+            self.num_warps,
+            self.dependent,
+            self.max_registers,
+        )
+
+    def compile(self) -> Any:
+        """Compile and load the kernel for the current device, launching nothing; what Triton keeps of it."""
+        compiled = self.kernel.warmup(
+            **self.operands,
+            **self.constants,
+            **compile_options(self.num_warps, self.dependent, self.max_registers),
+            grid=(1, 1, 1),
+        )
+        compiled[1, 1, 1]  # loads it, so that its first launch may be captured
+        return compiled
+
+
+class PreparedLaunches:
+    """Launches one after another, of which calls change the tensors only, and of these the addresses only.
+
+    On an NVIDIA GPU a call then costs a fraction of `Launch.run`. Elsewhere, and should a compiled kernel not be had
+    that way, it runs them. Holds no tensor.
+
+    The kernels must be `unspecialized`, so that one that was compiled fits whatever the addresses.
+
+    Args:
+        launches: What the first call would run.
+        names: The operands that each call gives, all pointers of the kernels among them.
+        device: Where the tensors live.
+    """
+
+    def __init__(self, launches: Sequence[Launch], names: Sequence[str], device: torch.device) -> None:
+        launches = [step for step in launches if 0 not in step.grid]
+        self._device, self._index, self._names = device, device.index, tuple(names)
+        self._given = [[name for name in names if step.operands.get(name) is not None] for step in launches]
+        self._launches = [
+            replace(step, operands={name: None if name in names else value for name, value in step.operands.items()})
+            for step in launches
+        ]
+        self._compiled: list[_CompiledLaunch] | None = None
+        # HIP kernels are specialised by the sizes of tensors too.
+        if device.type == "cuda" and torch.version.hip is None:
+            try:
+                with torch.cuda.device(device):
+                    self._compiled = [_CompiledLaunch(step, self._names) for step in launches]
+            except Exception:  # whatever it was, the ordinary launch raises it too, or does without
+                self._compiled = None
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
+        """Enqueue them on the current stream of the device, whatever device is current.
+
+        Args:
+            tensors: In the order of the names; None where the first call had None.
+        """
+        if self._compiled is None:
+            by_name = dict(zip(self._names, tensors, strict=True))
+            for step, given in zip(self._launches, self._given, strict=True):
+                replace(step, operands={**step.operands, **{name: by_name[name] for name in given}}).run(self._device)
+            return
+        # Addresses, since Triton would ask the driver about every tensor.
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        driver = triton.runtime.driver.active
+        if driver.get_current_device() == self._index:
+            stream = driver.get_current_stream(self._index)
+            for compiled in self._compiled:
+                compiled.enqueue(stream, addresses)
+        else:
+            with torch.cuda.device(self._device):
+                stream = driver.get_current_stream(self._index)
+                for compiled in self._compiled:
+                    compiled.enqueue(stream, addresses)
+
+
+class _CompiledLaunch:
+    """A launch as the compiled kernel takes it."""
+
+    def __init__(self, launch: Launch, names: Sequence[str]) -> None:
+        parameters = launch.kernel.arg_names
+        pointers = [name for name in parameters if name in names]
+        if parameters[: len(pointers)] != pointers:
+            raise ValueError(f"kernel: expected parameters that begin with the pointers, given {parameters}")
+        values = {**launch.operands, **launch.constants}
+        self._rest = tuple(values[name] for name in parameters[len(pointers) :])
+        self._pointers_of = itemgetter(*(names.index(name) for name in pointers))
+        self._grid = (*launch.grid, 1, 1)[:3]
+        self._compiled = compiled = launch.compile()
+        self._start, self._function, self._metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def enqueue(self, stream: int, addresses: Sequence[int | None]) -> None:
+        """Launch on `stream`, a raw one of the current device, with these addresses of all named tensors."""
+        hooks = triton.knobs.runtime
+        if _hooked(hooks.launch_enter_hook) or _hooked(hooks.launch_exit_hook):
+            # A profiler listens.
+            self._compiled[self._grid](*self._pointers_of(addresses), *self._rest, stream=stream)
+            return
+        self._start(
+            *self._grid,
+            stream,
+            self._function,
+            self._metadata,
+            None,
+            None,
+            None,
+            *self._pointers_of(addresses),
+            *self._rest,
+        )
+
+
+def _hooked(hook: Any) -> bool:
+    """Whether a hook of Triton's does anything: it is None, a function, or a chain of these that may be empty."""
+    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 class PreparedLaunch:
@@ -45,8 +189,7 @@ class PreparedLaunch:
                 raise ValueError(f"integers: expected names in do_not_specialize of the kernel, given {missing}")
             values = {**operands, **dict.fromkeys(integers, 1), **constants}
             with torch.cuda.device(device):
-                self._compiled = kernel.warmup(**values, grid=(1, 1, 1), num_warps=num_warps, enable_fp_fusion=True)
-                self._compiled[1, 1, 1]  # loads it, so that the first launch may be captured
+                self._compiled = Launch(kernel, (1, 1, 1), values, {}, num_warps).compile()
             self._arguments = [values[name] for name in kernel.arg_names]
             self._places = [kernel.arg_names.index(name) for name in integers]
         self._integers = integers

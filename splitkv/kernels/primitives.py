@@ -368,6 +368,7 @@ def fold_partials(
     HAS_SINK: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """Merge `parts` partials of one row: returns its output [BLOCK_D] float32 and its natural log-sum-exp.
 
@@ -376,7 +377,7 @@ def fold_partials(
     Online over blocks of BLOCK_P partials. (0, -inf) is the identity: a partial without keys weighs 0 whatever its row
     holds, and if nothing has keys the result is (0, -inf) again. Only differences of log-sum-exps are taken to base 2:
     the maximum itself stays as it was read, so that the identity changes no bit. The sink, a logit, joins the
-    denominator only.
+    denominator only. VECTOR: elements to whose multiple every row of partials is known to be aligned.
     """
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
@@ -387,8 +388,11 @@ def fold_partials(
         slot = tl.where(part == 0, first_slot, next_slot + part - 1).to(tl.int64)
         lse = tl.load(lse_ptr + slot * stride_lse_part, mask=live, other=float("-inf")).to(tl.float32)
         keyed = live & (lse > float("-inf"))
+        row_ptrs = out_ptr + slot[:, None] * stride_out_part + offs_d[None, :]
+        if VECTOR > 1:
+            row_ptrs = tl.multiple_of(row_ptrs, [1, VECTOR * out_ptr.dtype.element_ty.primitive_bitwidth // 8])
         rows = tl.load(
-            out_ptr + slot[:, None] * stride_out_part + offs_d[None, :],
+            row_ptrs,
             mask=keyed[:, None] & d_mask[None, :],
             other=0.0,
         ).to(tl.float32)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from splitkv.kernels.jit import unspecialized
 from splitkv.kernels.primitives import (
     BALANCED,
     CONTIGUOUS,
@@ -72,7 +73,7 @@ def row_pointers(base, row_offset, offs, VECTOR: tl.constexpr):
     return tl.multiple_of(pointers, [1, VECTOR * base.dtype.element_ty.primitive_bitwidth // 8])
 
 
-@triton.jit
+@unspecialized
 def split_decode_kernel(
     q_ptr,
     k_ptr,
@@ -98,6 +99,7 @@ def split_decode_kernel(
     window_left: tl.int32,
     shares: tl.int32,
     heaviest: tl.int32,
+    has_lse: tl.int32,
     sm_scale: tl.float32,
     softcap: tl.float32,
     stride_q_batch: tl.int64,
@@ -134,7 +136,6 @@ def split_decode_kernel(
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_LSE: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
     Q_VECTOR: tl.constexpr,
     KV_VECTOR: tl.constexpr,
@@ -162,7 +163,7 @@ def split_decode_kernel(
     Widths that are no power of two are attended as a block and a tail (576 = 512 + 64), since a block must be one.
     Strides of K and V count steps of KV_VECTOR elements, in 32 bits. KV_VECTOR and Q_VECTOR are what the host
     guarantees of addresses, in elements; without it rows could not be copied 16 bytes at a time. WIDEN computes
-    products in float32, for Triton's interpreter, whose bfloat16 products are wrong.
+    products in float32, for Triton's interpreter, whose bfloat16 products are wrong. lse is written if has_lse.
     """
     if DEPENDENT_LAUNCH:
         # This kernel may be started while the one before it ends, and lets the merge be started while it runs itself:
@@ -419,28 +420,29 @@ def split_decode_kernel(
                     round_to(acc_tail * inverse[:, None], out_type, WIDEN),
                     mask=row_live[:, None] & (offs_dv_tail < HEAD_DIM_V)[None, :],
                 )
-            if HAS_LSE:
-                lse_offset = (
-                    b.to(tl.int64) * stride_lse_batch
-                    + (q_first + token).to(tl.int64) * stride_lse_token
-                    + head.to(tl.int64) * stride_lse_head
-                )
-                tl.store(lse_ptr + lse_offset, lse, mask=row_live)
+            lse_offset = (
+                b.to(tl.int64) * stride_lse_batch
+                + (q_first + token).to(tl.int64) * stride_lse_token
+                + head.to(tl.int64) * stride_lse_head
+            )
+            tl.store(lse_ptr + lse_offset, lse, mask=row_live & (has_lse != 0))
         elif parts > 1:
             inverse = 1.0 / tl.where(has_keys, row_sum, 1.0)
             if SCHEDULE == BALANCED:
                 slot = tl.where(offset == 0, shares + share_id, share_id)
             else:
                 slot = place
+            # The workspace is aligned, so its rows are, as far as their width is.
+            PARTIAL_VECTOR: tl.constexpr = 4 if HEAD_DIM_V % 4 == 0 else 1
             partial_row = (slot * NUM_KV_HEADS + kv_head).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
             tl.store(
-                partial_out_ptr + partial_row[:, None] * HEAD_DIM_V + offs_dv[None, :],
+                row_pointers(partial_out_ptr, partial_row * HEAD_DIM_V, offs_dv, PARTIAL_VECTOR),
                 acc * inverse[:, None],
                 mask=row_live[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
             )
             if BLOCK_DV_TAIL:
                 tl.store(
-                    partial_out_ptr + partial_row[:, None] * HEAD_DIM_V + offs_dv_tail[None, :],
+                    row_pointers(partial_out_ptr, partial_row * HEAD_DIM_V, offs_dv_tail, PARTIAL_VECTOR),
                     acc_tail * inverse[:, None],
                     mask=row_live[:, None] & (offs_dv_tail < HEAD_DIM_V)[None, :],
                 )

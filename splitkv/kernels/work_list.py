@@ -1,12 +1,12 @@
 """The kernel that makes a work list."""
 
-import triton
 import triton.language as tl
 
+from splitkv.kernels.jit import unspecialized
 from splitkv.kernels.primitives import LIST_HEADER, choose_shares, request_work, tile_weight
 
 
-@triton.jit
+@unspecialized
 def work_list_kernel(
     list_ptr,
     lens_ptr,

@@ -1,0 +1,235 @@
+"""Which compiled kernels a decode call launches: a pure function of its form and sizes, so that they can be listed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from splitkv import tiles as tile_sizes
+from splitkv.config import WorkspaceConfig, cdiv, next_power_of_2, tile_bound
+from splitkv.schedule import BALANCED, FIXED_PARTS, FIXED_TOKENS
+from splitkv.tiles_io import TileTable
+
+ALIGNED_BYTES = 16  # rows that are aligned to it are copied in pieces of it
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The kernels of one call.
+
+    Attributes:
+        q_tiles: Query tiles per KV head, or a bound of them.
+        units: Shares of the work per KV head.
+        listed: Whether they read the view's work list.
+        split, merge: Constants of the two kernels.
+        merges: Whether the second one is launched.
+        num_warps, max_registers: Of the first.
+        dependent: Whether a kernel may start while the one before it ends.
+    """
+
+    q_tiles: int
+    units: int
+    listed: bool
+    split: dict[str, Any]
+    merge: dict[str, Any]
+    merges: bool
+    num_warps: int
+    max_registers: int
+    dependent: bool
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """What the kernels of a decode call depend on, but for its batch, lengths, strides and alignment.
+
+    Attributes:
+        config, target, tiles: The workspace's.
+        partial_elements, partial_rows: Elements of its partial_out and partial_lse.
+        num_kv_heads, group_size, head_dim, head_dim_v: Sizes of the query and the cache.
+        kind, page_size: The view's addressing.
+        by_page: Whether tokens are found through page ids.
+        q_len: Query tokens of each request; None where they vary (qo_indptr).
+        causal, has_window, has_softcap, has_tree, num_splits: The rules.
+        listed_tiles: Most query tiles of a call that reads the view's work list; None: none does.
+        widen: Whether products are computed in float32, for Triton's interpreter.
+    """
+
+    config: WorkspaceConfig
+    target: tile_sizes.Target
+    tiles: TileTable | None
+    partial_elements: int
+    partial_rows: int
+    num_kv_heads: int
+    group_size: int
+    head_dim: int
+    head_dim_v: int
+    kind: int
+    page_size: int
+    by_page: bool
+    q_len: int | None
+    causal: bool
+    has_window: bool
+    has_softcap: bool
+    has_tree: bool
+    num_splits: int | None
+    listed_tiles: int | None
+    widen: bool
+
+    def rows(self, kv_vector: int) -> int:
+        """Rows of a query tile."""
+        rows = self.config.q_tile_rows
+        if self.q_len is not None:
+            rows = min(rows, max(16, next_power_of_2(self.q_len * self.group_size)))
+        if kv_vector == 1 or self.has_tree:
+            # Warp-group products (64 rows on Hopper) of values that come through registers, not by an asynchronous
+            # copy, read wrong shared memory where key and value widths differ (seen with Triton 3.6).
+            rows = min(rows, 32)
+        return rows
+
+    def q_tiles(self, batch: int, total_q: int, kv_vector: int) -> int:
+        """Query tiles per KV head of a call, or a bound of them."""
+        rows = self.rows(kv_vector)
+        if self.q_len is None:
+            return tile_bound(batch, total_q, self.group_size, rows)
+        return batch * cdiv(self.q_len * self.group_size, rows)
+
+    def choose(self, batch: int, q_tiles: int, q_vector: int, kv_vector: int, same_strides: bool) -> Variant:
+        """The kernels of a call.
+
+        Args:
+            batch: Requests.
+            q_tiles: As the method of that name says.
+            q_vector, kv_vector: Elements to whose multiple every row of q and out, and of K and V, is aligned: those of
+                ALIGNED_BYTES, or 1.
+            same_strides: Whether a token lies at the same offset in K and V.
+
+        Raises:
+            ValueError: partials that the workspace cannot hold, or no tiles that fit the device.
+        """
+        config, target = self.config, self.target
+        rows = self.rows(kv_vector)
+        slots = min(self.partial_elements // (rows * self.head_dim_v), self.partial_rows // rows)
+        fixed = self.num_splits is not None or config.split_tokens is not None
+        tiles = None
+        if self.tiles is not None:
+            tiles = self.tiles.lookup(target.arch, config.dtype, self.head_dim, self.head_dim_v, rows)
+        if tiles is None:
+            tiles = tile_sizes.choose(
+                target,
+                config.dtype,
+                self.head_dim,
+                self.head_dim_v,
+                rows,
+                aligned=kv_vector > 1,
+                # Never with fixed parts: a row's bits must not depend on how many others there are.
+                few_tiles=not fixed and 2 * q_tiles * self.num_kv_heads <= target.num_sms,
+            )
+        if fixed:
+            schedule = FIXED_TOKENS if self.num_splits is None else FIXED_PARTS
+            parts = config.max_parts if self.num_splits is None else self.num_splits
+            units = q_tiles * parts
+            if parts > 1 and units * self.num_kv_heads > slots:
+                name = "split_tokens" if self.num_splits is None else "num_splits"
+                raise ValueError(
+                    f"{name}: expected at most {slots} partial tiles (the workspace's capacity for {rows} rows of "
+                    f"width {self.head_dim_v}), given {units * self.num_kv_heads} "
+                    f"({q_tiles} query tiles · {self.num_kv_heads} KV heads · {parts} parts)"
+                )
+        else:
+            schedule, parts = BALANCED, 0
+            units = tile_sizes.share_count(target.num_sms * tiles.programs_per_sm, self.num_kv_heads, slots)
+        shared = dict(
+            NUM_KV_HEADS=self.num_kv_heads,
+            GROUP_SIZE=self.group_size,
+            HEAD_DIM_V=self.head_dim_v,
+            PAGE_SIZE=self.page_size,
+            KV_KIND=self.kind,
+            SCHEDULE=schedule,
+            SPLIT_TOKENS=(config.split_tokens or 0) if schedule == FIXED_TOKENS else 0,
+            PARTS=parts,
+            MIN_CHUNK=tiles.min_chunk,
+            SEGMENT_COST=tiles.segment_cost,
+            DEPENDENT_LAUNCH=target.dependent_launch,
+            HAS_WINDOW=self.has_window,
+            BLOCK_B=1 if batch <= 1 else 16 if batch <= 16 else 64 if batch <= 64 else 256,
+            WIDEN=self.widen,
+            BLOCK_M=rows,
+        )
+        block_d, block_d_tail = tile_sizes.split_width(self.head_dim)
+        block_dv, block_dv_tail = tile_sizes.split_width(self.head_dim_v)
+        split = dict(
+            shared,
+            HEAD_DIM=self.head_dim,
+            MULTI_TOKEN=self.q_len is None or self.q_len > 1 or self.has_tree,
+            CAUSAL=self.causal,
+            HAS_SOFTCAP=self.has_softcap,
+            # Beside keys that are loaded element by element the rest is no matter: fewer kernels to compile.
+            Q_VECTOR=q_vector if kv_vector > 1 else 1,
+            SAME_STRIDES=same_strides and self.by_page and kv_vector > 1,
+            KV_VECTOR=kv_vector,
+            BLOCK_N=tiles.block_n,
+            BLOCK_D=block_d,
+            BLOCK_D_TAIL=block_d_tail,
+            BLOCK_DV=block_dv,
+            BLOCK_DV_TAIL=block_dv_tail,
+            NUM_STAGES=tiles.num_stages,
+        )
+        # Most parts that one tile is likely to have: all are loaded at once where they are many.
+        likely = parts if fixed else units // max(q_tiles, 1) + 1
+        block_p = min(128, max(8, next_power_of_2(likely)))
+        merge = dict(
+            shared,
+            RIGHT_BOUND=self.causal and not self.has_tree,
+            BLOCK_P=block_p,
+            BLOCK_DV=min(max(16, next_power_of_2(self.head_dim_v)), 2048 // max(block_p, 16)),
+        )
+        return Variant(
+            q_tiles=q_tiles,
+            units=units,
+            # More tiles than the list was sized for could leave 32 bits on its axis: such calls do without.
+            listed=self.listed_tiles is not None and q_tiles <= self.listed_tiles,
+            split=split,
+            merge=merge,
+            # Nothing is left to merge where every tile has one part by construction; rows past qo_indptr[-1] are the
+            # merge's.
+            merges=self.q_len is None or not (fixed and parts == 1),
+            num_warps=tiles.num_warps,
+            max_registers=tiles.max_registers,
+            dependent=target.dependent_launch,
+        )
+
+    def variants(self, max_batch: int | None = None) -> Iterator[Variant]:
+        """The kernels of every call of this form that decode accepts; those of one call may come more than once.
+
+        Args:
+            max_batch: Most requests of a call; None: any number.
+        """
+        vector = ALIGNED_BYTES // self.config.dtype.itemsize
+        for kv_vector in (vector, 1):
+            for batch, q_tiles in self._sizes(kv_vector):
+                if max_batch is not None and batch > max_batch:
+                    continue
+                for q_vector in {vector, 1} if kv_vector > 1 else {1}:
+                    for same_strides in (True, False) if self.by_page and kv_vector > 1 else (False,):
+                        try:
+                            yield self.choose(batch, q_tiles, q_vector, kv_vector, same_strides)
+                        except ValueError:
+                            continue  # decode refuses it too
+
+    def _sizes(self, kv_vector: int) -> Iterator[tuple[int, int]]:
+        """(batch, q_tiles) of calls, all that make a difference."""
+        blocks = (1, 2, 17, 65)  # the least batch of each block of requests
+        num_sms, heads = self.target.num_sms, self.num_kv_heads
+        # From one tile per share, and one per two multiprocessors, more make no difference.
+        programs = 4 if self.tiles is None else max([t.programs_per_sm for t in self.tiles.entries.values()], default=4)
+        most = max(num_sms * max(programs, 4) // heads, 1) + 1
+        tiles = set(range(most + 1))
+        if self.listed_tiles is not None:
+            tiles |= {self.listed_tiles, self.listed_tiles + 1}
+        if self.q_len is None:
+            yield from ((batch, q_tiles) for batch in blocks for q_tiles in sorted(tiles))
+            return
+        each = self.q_tiles(1, self.q_len, kv_vector)
+        for batch in sorted({*blocks, *(n // each + up for n in tiles for up in (0, 1))} - {0}):
+            yield batch, batch * each
