@@ -93,7 +93,8 @@ def merge_splits_kernel(
                 gdc_wait()
                 gdc_launch_dependents()
             tl.store(out_ptr + out_row + offs_d, tl.zeros([BLOCK_DV], out_ptr.dtype.element_ty), mask=d_mask)
-            tl.store(lse_ptr + lse_row, float("-inf"), mask=has_lse != 0)
+            if has_lse != 0:
+                tl.store(lse_ptr + lse_row, float("-inf"))
             return
     else:
         b = row_token // q_len
@@ -176,7 +177,8 @@ def merge_splits_kernel(
         4 if HEAD_DIM_V % 4 == 0 else 1,
     )
     tl.store(out_ptr + out_row + offs_d, round_to(out, out_ptr.dtype.element_ty, WIDEN), mask=d_mask)
-    tl.store(lse_ptr + lse_row, lse, mask=has_lse != 0)
+    if has_lse != 0:
+        tl.store(lse_ptr + lse_row, lse)
 
 
 @triton.jit

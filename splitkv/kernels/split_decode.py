@@ -420,12 +420,13 @@ def split_decode_kernel(
                     round_to(acc_tail * inverse[:, None], out_type, WIDEN),
                     mask=row_live[:, None] & (offs_dv_tail < HEAD_DIM_V)[None, :],
                 )
-            lse_offset = (
-                b.to(tl.int64) * stride_lse_batch
-                + (q_first + token).to(tl.int64) * stride_lse_token
-                + head.to(tl.int64) * stride_lse_head
-            )
-            tl.store(lse_ptr + lse_offset, lse, mask=row_live & (has_lse != 0))
+            if has_lse != 0:
+                lse_offset = (
+                    b.to(tl.int64) * stride_lse_batch
+                    + (q_first + token).to(tl.int64) * stride_lse_token
+                    + head.to(tl.int64) * stride_lse_head
+                )
+                tl.store(lse_ptr + lse_offset, lse, mask=row_live)
         elif parts > 1:
             inverse = 1.0 / tl.where(has_keys, row_sum, 1.0)
             if SCHEDULE == BALANCED:
