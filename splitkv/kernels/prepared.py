@@ -59,6 +59,11 @@ class Launch:
         return compiled
 
 
+def compiled_by_hand(device: torch.device) -> bool:
+    """Whether compiled kernels are launched past Triton there. Not on HIP, where they depend on sizes of tensors too."""
+    return device.type == "cuda" and torch.version.hip is None and not triton.knobs.runtime.interpret
+
+
 class PreparedLaunches:
     """Launches one after another, of which calls change the tensors only, and of these the addresses only.
 
@@ -82,8 +87,7 @@ class PreparedLaunches:
             for step in launches
         ]
         self._compiled: list[_CompiledLaunch] | None = None
-        # HIP kernels are specialised by the sizes of tensors too.
-        if device.type == "cuda" and torch.version.hip is None:
+        if compiled_by_hand(device):
             try:
                 with torch.cuda.device(device):
                     self._compiled = [_CompiledLaunch(step, self._names) for step in launches]
