@@ -5,14 +5,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import COMPILED
+from support import no_synchronisation
 
 import splitkv
 from splitkv.testing import Guarded, PoisonedWorkspace, Problem, make_problem, same_bits
@@ -146,15 +145,6 @@ def test_a_graph_of_a_full_cache_serves_a_length_that_claims_more():
 # What a call costs.
 
 
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("schedule", [{}, dict(split_tokens=64, max_parts=8), dict(num_splits=5)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_allocation_and_no_synchronisation(kind, schedule):
@@ -165,7 +155,6 @@ def test_no_allocation_and_no_synchronisation(kind, schedule):
     lse = torch.empty(shape[:-1], device=DEVICE)
     problem.decode(workspace)
     problem.decode(workspace, out=out, lse=lse)
-    torch.cuda.synchronize()
     before = torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"]
     with no_synchronisation():
         problem.decode(workspace)
