@@ -291,8 +291,7 @@ def test_launches(device, layout, call):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", ["paged", "contiguous"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("call", "layout"), [*((call, "paged") for call in CALLS), ("default", "contiguous")])
 def test_launches_on_the_gpu(device, layout, call):
     """Case 35: what reaches the GPU: at most two kernels, no allocation, no synchronisation, whatever the length."""
     config = splitkv.WorkspaceConfig(1, 1, 1, 128, max_splits=64, dtype=torch.float16)
