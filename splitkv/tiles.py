@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
-from splitkv.config import next_power_of_2
+from splitkv.config import MIN_TILE_ROWS, next_power_of_2
+
+SMALLEST = (16, 1)
+"""Tokens per block and stages of the pipeline that take the least shared memory."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +94,30 @@ def split_width(width: int) -> tuple[int, int]:
 
 
 def shared_bytes(rows: int, block_n: int, num_stages: int, head_dim: int, head_dim_v: int, itemsize: int) -> int:
-    """Upper estimate of the shared memory of one program: buffered keys and values, the query and the weights."""
+    """Upper estimate of the shared memory of one program.
+
+    In the loop it holds buffered keys and values, the query and the weights; after it, results on their way from the
+    layout of products to that of stores, in float32.
+    """
     width, width_v = sum(split_width(head_dim)), sum(split_width(head_dim_v))
     buffers = max(num_stages - 1, 1) * block_n * (width + width_v)
-    return itemsize * (buffers + rows * (width + width_v + block_n)) + 4 * rows * 16
+    loop = itemsize * (buffers + rows * (width + width_v + block_n)) + 4 * rows * 16
+    return max(loop, 4 * rows * max(split_width(head_dim_v)))
+
+
+def tile_rows(target: Target, dtype: torch.dtype, head_dim: int, head_dim_v: int, most: int) -> int:
+    """Rows of a query tile: at most `most` (a power of two of at least 16), halved until some tiles fit the target.
+
+    >>> h200 = Target("cuda:90", num_sms=132, shared_memory=232448)
+    >>> tile_rows(h200, torch.bfloat16, 128, 128, 128), tile_rows(h200, torch.bfloat16, 576, 512, 128)
+    (128, 64)
+    """
+    rows = most
+    while rows > MIN_TILE_ROWS and target.arch != "cpu":
+        if shared_bytes(rows, *SMALLEST, head_dim, head_dim_v, dtype.itemsize) <= target.shared_memory:
+            break
+        rows //= 2
+    return rows
 
 
 def choose(
@@ -125,10 +148,10 @@ def choose(
     itemsize = dtype.itemsize
     wide = max(sum(split_width(head_dim)), sum(split_width(head_dim_v)))
     narrow = itemsize == 2 and wide <= 128 and rows <= 16
-    candidates = [(64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1)]
+    candidates = [(64, 3), (64, 2), (32, 3), (32, 2), (16, 2), SMALLEST]
     if not aligned:
         # Element by element nothing can be copied ahead, and the pointers alone fill the registers.
-        candidates = [(16, 1)]
+        candidates = [SMALLEST]
     elif itemsize == 4 or (narrow and not few_tiles):
         candidates = candidates[2:]
     for block_n, num_stages in candidates:

@@ -6,7 +6,9 @@ import dataclasses
 import itertools
 import math
 import mmap
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 import splitkv
+from splitkv.api import plan_decode
 from splitkv.config import next_power_of_2
 
 GUARD_BYTE = 0xA5
@@ -80,6 +83,27 @@ def each_way(tokens: int, splits: int = 3) -> pytest.MarkDecorator:
 def ints(values: Any, device: torch.device) -> Tensor:
     """An int32 tensor."""
     return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on this device with the same strides, which `.to` keeps of dense tensors alone."""
+    if tensor.device == device:
+        return tensor
+    flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    return flat.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Raises where torch would wait for the GPU."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def index_probe(
@@ -287,7 +311,8 @@ def attend(
     q_lens = [q.shape[1] if q.dim() == 4 else 1] * q.shape[0]
     if qo_indptr is not None:
         q_lens = [last - first for first, last in itertools.pairwise(qo_indptr.tolist())]
-    tile_rows = scratch.config.q_tile_rows
+    launches = plan_decode(q, kv, workspace, **rules).launches  # whose tiles may be smaller than a workspace allows
+    tile_rows = launches[0].constants["BLOCK_M"] if launches else scratch.config.q_tile_rows
     tiles = kv.num_kv_heads * sum(math.ceil(n * scratch.config.group_size / tile_rows) for n in q_lens)
     keyed, written = scratch.partial_tiles(tile_rows)
     return Result(out.clone(), lse.clone(), keyed / max(tiles, 1), written / max(tiles, 1), scratch)

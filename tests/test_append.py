@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import moved
 from torch import Tensor
 
 import splitkv
@@ -161,11 +162,9 @@ def test_append_refuses(device: torch.device, change: dict[str, Any], error: typ
         "slots": torch.zeros(2, dtype=torch.int32),
         **change,
     }
-    if device.type != "cpu":
-        for name, value in arguments.items():
-            if isinstance(value, Tensor):
-                whole = torch.zeros(value.untyped_storage().nbytes() // value.element_size(), dtype=value.dtype)
-                arguments[name] = whole.to(device).as_strided(value.shape, value.stride())
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            arguments[name] = moved(value, device)
     with pytest.raises(error, match=text):
         splitkv.append_kv(**arguments)
     assert_same_memory(kv, before)
@@ -227,9 +226,9 @@ def test_more_moves_than_a_block_towards_the_front(device: torch.device) -> None
     ],
 )
 def test_move_refuses(device: torch.device, source: Any, target: Any, text: str) -> None:
-    moved = [x.to(device) if isinstance(x, Tensor) else x for x in (source, target)]
+    slots = [moved(x, device) if isinstance(x, Tensor) else x for x in (source, target)]
     with pytest.raises((TypeError, ValueError), match=text):
-        splitkv.move_kv(paged(device, torch.float32), *moved)
+        splitkv.move_kv(paged(device, torch.float32), *slots)
 
 
 def test_decode_sees_what_was_appended(device: torch.device) -> None:

@@ -322,6 +322,7 @@ def test_host_mode_names_everyone(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # those of torch.compile, which FlexAttention needs
 def test_times_on_a_gpu() -> None:
     (cell,) = cells.select(["b1-4k"])
     measured = run.time_decode(cell, peers=peers.Peers({"SDPA": peers.sdpa, "FlexAttention": peers.flex_attention}))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import moved
 from torch import Tensor
 
 from splitkv import masks, reference
@@ -159,11 +160,9 @@ def test_refusals(device: torch.device, change: dict[str, Any], error: type[Exce
         "seq_lens": torch.zeros(2, dtype=torch.int32),
         **change,
     }
-    if device.type != "cpu":
-        for name, value in arguments.items():
-            if isinstance(value, Tensor):
-                moved = torch.empty(0, dtype=value.dtype, device=device).set_(value.to(device).untyped_storage())
-                arguments[name] = moved.as_strided(value.shape, value.stride())
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            arguments[name] = moved(value, device)
     with pytest.raises(error, match=text):
         masks.attention_mask(**arguments)
 

@@ -96,7 +96,8 @@ def count(call: Callable[[], Any], device: torch.device) -> tuple[int, int | Non
     """(launches, copies) of one call: what the profiler saw on a GPU, what the interpreter ran without one."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        # With acc_events, since without it the profiler warns that there may be several cycles.
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             call()
             torch.cuda.synchronize(device)
         names = [e.name for e in profile.events() or [] if str(e.device_type).endswith("CUDA")]

@@ -111,7 +111,7 @@ def test_partials_past_32_bits(device, what):
 @pytest.mark.gpu
 def test_workspace_past_32_bits(device):
     """Case 9: partials of decode itself past 2³¹ elements of partial_out."""
-    batch, heads, parts, width, rows = 8, 128, 4096, 576, 128
+    batch, heads, parts, width, rows = 16, 64, 4096, 576, 64
     assert (batch * parts - 1) * rows * width > 2**31
     config = splitkv.WorkspaceConfig(
         batch, heads, 1, 16, head_dim_v=width, q_tile_rows=rows, max_splits=batch * parts, dtype=torch.float16

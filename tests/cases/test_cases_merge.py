@@ -88,7 +88,7 @@ def test_one_token_past_a_tile(device, layout, cut, monkeypatch):
     """Case 3: the last block of keys, and the last part, holds a single one."""
     choose = tile_sizes.choose
     monkeypatch.setattr(
-        tile_sizes, "choose", lambda *args: dataclasses.replace(choose(*args), block_n=64, num_stages=1)
+        tile_sizes, "choose", lambda *args, **how: dataclasses.replace(choose(*args, **how), block_n=64, num_stages=1)
     )
     kv = view_of(layout, *index_probe(device, 1, 65), [65])
     result = attend(torch.randn(1, 1, 16, device=device), kv, cut)

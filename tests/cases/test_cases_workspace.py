@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -17,6 +16,7 @@ from support import (
     assert_values,
     attend,
     index_probe,
+    no_synchronisation,
     same_bits,
     view_of,
 )
@@ -291,8 +291,7 @@ def test_launches(device, layout, call):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", ["paged", "contiguous"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("call", "layout"), [*((call, "paged") for call in CALLS), ("default", "contiguous")])
 def test_launches_on_the_gpu(device, layout, call):
     """Case 35: what reaches the GPU: at most two kernels, no allocation, no synchronisation, whatever the length."""
     config = splitkv.WorkspaceConfig(1, 1, 1, 128, max_splits=64, dtype=torch.float16)
@@ -308,24 +307,18 @@ def test_launches_on_the_gpu(device, layout, call):
     kernels = []
     for tokens in (128, 1, 0, 4096):
         kv.seq_lens.fill_(tokens)
-        torch.cuda.synchronize(device)
         allocations = torch.cuda.memory_stats(device)["allocation.all.allocated"]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with Operators() as operators:
-                out, lse = step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        with no_synchronisation(), Operators() as operators:
+            out, lse = step()
         assert operators.seen == []
         assert torch.cuda.memory_stats(device)["allocation.all.allocated"] == allocations
         seen = min(tokens, 51) if call == "rules" else tokens
         assert_values(lse, math.log(seen) if seen else -math.inf, zero=1e-5)
         assert_values(out, tokens - (seen + 1) / 2 if seen else 0.0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the profiler's own
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                step()
-                torch.cuda.synchronize(device)
+        # With acc_events, since without it the profiler warns that there may be several cycles.
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+            step()
+            torch.cuda.synchronize(device)
         kernels.append(
             [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
         )
