@@ -335,9 +335,11 @@ def plan_decode(
         # Warp-group products (64 rows on Hopper) of values that come through registers, not by an asynchronous copy,
         # read wrong shared memory where key and value widths differ (seen with Triton 3.6).
         rows = min(rows, 32)
+    target = workspace.target
+    tile_sizes.check_dtype(target, config.dtype)
+    rows = tile_sizes.fit_rows(target, config.dtype, head_dim, head_dim_v, rows, aligned=kv_vector > 1)
     q_tiles = tile_bound(batch, total_q, group_size, rows) if ragged else batch * cdiv(q_len * group_size, rows)
     slots = min(workspace.partial_out.numel() // (rows * head_dim_v), workspace.partial_lse.numel() // rows)
-    target = workspace.target
     fixed = num_splits is not None or config.split_tokens is not None
     tiles = None
     if workspace.tiles is not None:
