@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from splitkv import _interpreter, checks
+from splitkv import tiles as tile_sizes
 from splitkv.config import DTYPES, cdiv, next_power_of_2
 from splitkv.kernels.merge import merge_kernel, merge_splits_kernel
 from splitkv.kernels.prepared import Launch, PreparedLaunches
@@ -459,6 +460,7 @@ def plan_decode(
         lse = _view_of(workspace.lse, "lse", q.shape[:-1])
 
     # The kernels.
+    tile_sizes.check_dtype(workspace.target, config.dtype)
     kv_vector = _vector(ALIGNED_BYTES, kv.k, kv.v)
     where = kv.addressing
     stride_k = _steps("k", where.stride_k, kv_vector)

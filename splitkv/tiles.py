@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from splitkv.config import MIN_TILE_ROWS, next_power_of_2
+from splitkv.config import next_power_of_2
 
-SMALLEST = (16, 1)
-"""Tokens per block and stages of the pipeline that take the least shared memory."""
+# Architectures for which the compiler keeps more of float32 products in registers at a time than there are.
+FLOAT32_SPILLS = (86, 87, 89, 120, 121)
+RESERVED = 1024  # bytes of a multiprocessor's shared memory that the system takes per program
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,6 @@ class Target:
     shared_memory: int
     registers: int = 65536
     sm_shared_memory: int = 0
-
-    @property
-    def dependent_launch(self) -> bool:
-        """Whether a kernel may start while the one before it ends (programmatic dependent launch)."""
-        return self.arch.startswith("cuda:") and int(self.arch[5:]) >= 90
 
     @classmethod
     def of(cls, device: torch.device) -> Target:
@@ -93,29 +89,92 @@ def split_width(width: int) -> tuple[int, int]:
     return (block, tail) if block + tail < whole else (whole, 0)
 
 
-def shared_bytes(rows: int, block_n: int, num_stages: int, head_dim: int, head_dim_v: int, itemsize: int) -> int:
-    """Upper estimate of the shared memory of one program.
+def check_dtype(target: Target, dtype: torch.dtype) -> None:
+    """Raise TypeError where a target cannot compute in a dtype.
 
-    In the loop it holds buffered keys and values, the query and the weights; after it, results on their way from the
-    layout of products to that of stores, in float32.
+    >>> check_dtype(Target("cuda:75", num_sms=40, shared_memory=65536), torch.bfloat16)
+    Traceback (most recent call last):
+    TypeError: q: expected float16 or float32 on cuda:75, which has no bfloat16 arithmetic, given torch.bfloat16
     """
+    if dtype == torch.bfloat16 and 0 < _cuda_arch(target) < 80:
+        raise TypeError(
+            f"q: expected float16 or float32 on {target.arch}, which has no bfloat16 arithmetic, given {dtype}"
+        )
+
+
+def _cuda_arch(target: Target) -> int:
+    """90 for "cuda:90"; 0 where it is no CUDA device."""
+    return int(target.arch[5:]) if target.arch.startswith("cuda:") else 0
+
+
+def _without_tensor_cores(target: Target, dtype: torch.dtype) -> bool:
+    """Whether products are computed in float32 by ordinary instructions; Triton has no others before sm_80."""
+    return dtype.itemsize == 4 or 0 < _cuda_arch(target) < 80
+
+
+def shared_bytes(
+    target: Target, dtype: torch.dtype, head_dim: int, head_dim_v: int, rows: int, block_n: int, num_stages: int
+) -> int:
+    """Upper estimate of the shared memory of one program: buffered keys and values, the query and the weights."""
     width, width_v = sum(split_width(head_dim)), sum(split_width(head_dim_v))
-    buffers = max(num_stages - 1, 1) * block_n * (width + width_v)
-    loop = itemsize * (buffers + rows * (width + width_v + block_n)) + 4 * rows * 16
-    return max(loop, 4 * rows * max(split_width(head_dim_v)))
+    itemsize = 4 if _without_tensor_cores(target, dtype) else dtype.itemsize
+    query = rows * width
+    if 90 <= _cuda_arch(target) < 120 and rows >= 64 and dtype.itemsize == 2 and num_stages > 1:
+        # Products of warp groups run on while the next block is copied, which takes a buffer more. Their weights stay
+        # in registers.
+        return itemsize * (num_stages * block_n * (width + width_v) + query) + 1024
+    buffers = (num_stages - 1) * block_n * (width + width_v)
+    if num_stages == 1:
+        # Without a pipeline values take the place of their keys, and on AMD both that of the query.
+        buffers = block_n * max(width, width_v)
+        if target.arch.startswith("hip:"):
+            buffers = max(buffers - query, 0)
+    return itemsize * (buffers + query + rows * block_n) + 4 * rows * 16
 
 
-def tile_rows(target: Target, dtype: torch.dtype, head_dim: int, head_dim_v: int, most: int) -> int:
-    """Rows of a query tile: at most `most` (a power of two of at least 16), halved until some tiles fit the target.
+def _candidates(
+    target: Target,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    rows: int,
+    aligned: bool,
+    few_tiles: bool,
+) -> list[tuple[int, int, int]]:
+    """(block_n, num_stages, shared bytes) of the tiles that fit a target, the best first."""
+    wide = max(sum(split_width(head_dim)), sum(split_width(head_dim_v)))
+    long_spills = 64 * 128 if 100 <= _cuda_arch(target) < 120 else 64 * 256
+    cuts = [(64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1)]
+    if not aligned or 0 < _cuda_arch(target) < 80:
+        # Element by element, or before sm_80, nothing can be copied ahead, and what is loaded fills the registers.
+        cuts = cuts[-1:]
+    elif dtype.itemsize == 4 and _cuda_arch(target) in FLOAT32_SPILLS:
+        cuts = [(16, 3), (16, 2), (16, 1)]
+    elif dtype.itemsize == 4 or rows * wide >= long_spills or (rows <= 16 and wide <= 128 and not few_tiles):
+        cuts = cuts[2:]
+    sized = [(*cut, shared_bytes(target, dtype, head_dim, head_dim_v, rows, *cut)) for cut in cuts]
+    return [cut for cut in sized if cut[2] <= target.shared_memory]
 
-    >>> h200 = Target("cuda:90", num_sms=132, shared_memory=232448)
-    >>> tile_rows(h200, torch.bfloat16, 128, 128, 128), tile_rows(h200, torch.bfloat16, 576, 512, 128)
-    (128, 64)
+
+def fit_rows(
+    target: Target, dtype: torch.dtype, head_dim: int, head_dim_v: int, rows: int, *, aligned: bool = True
+) -> int:
+    """Most rows of a query tile, up to `rows`, that a target's registers and shared memory have room for.
+
+    >>> H100 = Target("cuda:90", num_sms=132, shared_memory=232448, sm_shared_memory=233472)
+    >>> fit_rows(H100, torch.float16, 128, 128, 64), fit_rows(H100, torch.float16, 576, 512, 64)
+    (64, 32)
     """
-    rows = most
-    while rows > MIN_TILE_ROWS and target.arch != "cpu":
-        if shared_bytes(rows, *SMALLEST, head_dim, head_dim_v, dtype.itemsize) <= target.shared_memory:
-            break
+    if target.arch == "cpu":
+        return rows
+    # Seen in the code compiled for each target: larger tiles of results than these spill, whatever the block.
+    wide = max(sum(split_width(head_dim)), sum(split_width(head_dim_v)))
+    most = 64 * 288
+    if _without_tensor_cores(target, dtype):
+        most //= 4 if _cuda_arch(target) in FLOAT32_SPILLS else 2
+    while rows > 16 and (
+        rows * wide > most or not _candidates(target, dtype, head_dim, head_dim_v, rows, aligned, False)
+    ):
         rows //= 2
     return rows
 
@@ -145,34 +204,33 @@ def choose(
     """
     if target.arch == "cpu":
         return Tiles(block_n=32, num_warps=4, num_stages=1, programs_per_sm=4, min_chunk=16)
-    itemsize = dtype.itemsize
     wide = max(sum(split_width(head_dim)), sum(split_width(head_dim_v)))
-    narrow = itemsize == 2 and wide <= 128 and rows <= 16
-    candidates = [(64, 3), (64, 2), (32, 3), (32, 2), (16, 2), SMALLEST]
-    if not aligned:
-        # Element by element nothing can be copied ahead, and the pointers alone fill the registers.
-        candidates = [SMALLEST]
-    elif itemsize == 4 or (narrow and not few_tiles):
-        candidates = candidates[2:]
-    for block_n, num_stages in candidates:
-        needed = shared_bytes(rows, block_n, num_stages, head_dim, head_dim_v, itemsize)
-        if needed > target.shared_memory:
-            continue
-        # Measured on an H200: where tiles are few, two programs of long blocks keep more bytes in flight than four of
-        # short ones; where they are many, four hide each other's beginnings and ends.
-        fit = max(1, target.sm_shared_memory // needed)
-        programs = min(4 if narrow and block_n == 32 else 2, fit)
-        return Tiles(
-            block_n=block_n,
-            num_warps=8 if rows * wide >= 64 * 256 else 4,
-            num_stages=num_stages,
-            programs_per_sm=programs,
-            min_chunk=block_n,
-            max_registers=128 if programs > 2 and target.arch.startswith("cuda:") else 0,
+    fitting = _candidates(target, dtype, head_dim, head_dim_v, rows, aligned, few_tiles)
+    if not fitting:
+        least = shared_bytes(target, dtype, head_dim, head_dim_v, rows, 16, 1)
+        raise ValueError(
+            f"head_dim: expected widths whose tiles fit {target.shared_memory} bytes of shared memory on "
+            f"{target.arch}, given head_dim {head_dim}, head_dim_v {head_dim_v} with {rows} rows of {dtype} "
+            f"({least} bytes)"
         )
-    raise ValueError(
-        f"head_dim: expected widths whose tiles fit {target.shared_memory} bytes of shared memory on {target.arch}, "
-        f"given head_dim {head_dim}, head_dim_v {head_dim_v} with {rows} rows of {dtype} ({needed} bytes)"
+    block_n, num_stages, needed = fitting[0]
+    # Products in float32 keep operands in registers, where those of tensor cores read shared memory.
+    heavy = 64 * 64 if _without_tensor_cores(target, dtype) else 64 * 256
+    num_warps = 8 if wide > 256 or rows * wide >= heavy else 4
+    # Measured on an H200: where tiles are few, two programs of long blocks keep more bytes in flight than four of
+    # short ones; where they are many, four hide each other's beginnings and ends.
+    narrow = dtype.itemsize == 2 and wide <= 128 and rows <= 16 and block_n == 32
+    most = 4 if narrow else 2
+    if num_warps == 8 or (target.arch.startswith("hip:") and rows * wide >= 32 * 256):
+        most = 1  # more would not find the registers
+    programs = min(most, max(1, target.sm_shared_memory // (needed + RESERVED)))
+    return Tiles(
+        block_n=block_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        programs_per_sm=programs,
+        min_chunk=block_n,
+        max_registers=128 if programs > 2 and target.arch.startswith("cuda:") else 0,
     )
 
 

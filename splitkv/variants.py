@@ -85,7 +85,9 @@ class CallForm:
             # Warp-group products (64 rows on Hopper) of values that come through registers, not by an asynchronous
             # copy, read wrong shared memory where key and value widths differ (seen with Triton 3.6).
             rows = min(rows, 32)
-        return tile_sizes.tile_rows(self.target, self.config.dtype, self.head_dim, self.head_dim_v, rows)
+        return tile_sizes.fit_rows(
+            self.target, self.config.dtype, self.head_dim, self.head_dim_v, rows, aligned=kv_vector > 1
+        )
 
     def q_tiles(self, batch: int, total_q: int, kv_vector: int) -> int:
         """Query tiles per KV head of a call, or a bound of them."""

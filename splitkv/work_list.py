@@ -90,7 +90,7 @@ class Schedule:
         kv.check_batch(batch)
         config, where = self.config, kv.addressing
         rows = min(config.q_tile_rows, max(16, next_power_of_2(config.group_size)))
-        rows = tile_sizes.tile_rows(self.target, config.dtype, config.head_dim, config.head_dim_v, rows)
+        rows = tile_sizes.fit_rows(self.target, config.dtype, config.head_dim, config.head_dim_v, rows)
         q_tiles = batch * -(-config.group_size // rows)
         tiles = tile_sizes.choose(
             self.target,

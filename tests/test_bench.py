@@ -322,7 +322,6 @@ def test_host_mode_names_everyone(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("default")  # those of torch.compile, which FlexAttention needs
 def test_times_on_a_gpu() -> None:
     (cell,) = cells.select(["b1-4k"])
     measured = run.time_decode(cell, peers=peers.Peers({"SDPA": peers.sdpa, "FlexAttention": peers.flex_attention}))
@@ -661,9 +660,9 @@ def test_candidates_fit_and_start_with_the_built_in_choice() -> None:
     found = tune.candidates(H200, key, tune.SWEEP)
     assert found[0] == choose(H200, torch.bfloat16, 128, 128, 16)
     assert len(set(found)) == len(found) > 100
-    small = dataclasses.replace(H200, shared_memory=101376)
     assert any(t.block_n == 128 and t.num_stages == 4 for t in found)
-    assert not any(t.block_n == 128 and t.num_stages == 4 for t in tune.candidates(small, key, tune.SWEEP))
+    small = dataclasses.replace(H200, shared_memory=101376)
+    assert not any(t.block_n == 128 and t.num_stages >= 3 for t in tune.candidates(small, key, tune.SWEEP))
     with pytest.raises(ValueError, match="blocks"):
         tune.candidates(H200, key, {"blocks": [1]})
 

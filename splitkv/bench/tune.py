@@ -46,6 +46,7 @@ HOPELESS = 1.4  # times the best of the first cell
 def tile_key(config: WorkspaceConfig, target: Target) -> TileKey:
     """What a choice of tiles for one query token per request holds for."""
     rows = min(config.q_tile_rows, max(16, next_power_of_2(config.group_size)))
+    rows = tile_sizes.fit_rows(target, config.dtype, config.head_dim, config.head_dim_v, rows)
     return TileKey.of(target.arch, config.dtype, config.head_dim, config.head_dim_v, rows)
 
 
@@ -57,7 +58,7 @@ def candidates(target: Target, key: TileKey, sweep: Mapping[str, Sequence[int]])
     >>> target = Target("cuda:90", num_sms=132, shared_memory=232448, sm_shared_memory=233472)
     >>> key = TileKey("cuda:90", "bfloat16", 128, 128, 16)
     >>> [t.num_stages for t in candidates(target, key, {"block_n": [128], "num_stages": [2, 3, 4]})]
-    [3, 2, 3]
+    [3, 2, 3, 4]
 
     Raises:
         ValueError: a field that Tiles lacks.
@@ -75,7 +76,7 @@ def candidates(target: Target, key: TileKey, sweep: Mapping[str, Sequence[int]])
         if "min_chunk" not in chosen:
             tiles = dataclasses.replace(tiles, min_chunk=tiles.block_n)
         needed = tile_sizes.shared_bytes(
-            key.rows, tiles.block_n, tiles.num_stages, key.head_dim, key.head_dim_v, dtype.itemsize
+            target, dtype, key.head_dim, key.head_dim_v, key.rows, tiles.block_n, tiles.num_stages
         )
         if needed <= target.shared_memory and tiles not in found:
             found.append(tiles)
