@@ -44,14 +44,19 @@ types: setup
 
 # Tests marked gpu skip without one. Compile checks and notebooks are among the tests.
 unit: setup
-	$(PY) -m pytest -n $(JOBS) --timeout 600 $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist worksteal --timeout 600 $(PYTEST_ARGS)
 
 # One process: the GPU is not shared, and a failing kernel takes no other test with it unseen.
 test-gpu: setup
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
+# Every kernel is run by these; what needs no Triton was tested without it.
+OLDEST_TESTS := $(addprefix tests/,cases test_api.py test_append.py test_interpreter.py test_masks.py test_properties.py \
+                test_schedule.py test_step.py test_work_list.py)
+
 test-oldest:
-	$(MAKE) unit VENV=$(OLDEST_VENV) TRITON="$(OLDEST_TRITON)" NUMPY="$(OLDEST_NUMPY)" PYTEST_ARGS='-m "not slow and not gpu"'
+	HYPOTHESIS_PROFILE=few $(MAKE) unit VENV=$(OLDEST_VENV) TRITON="$(OLDEST_TRITON)" NUMPY="$(OLDEST_NUMPY)" \
+	    PYTEST_ARGS='-m "not slow and not gpu" $(OLDEST_TESTS)'
 
 check: test test-oldest
 

@@ -13,6 +13,7 @@ COMPILED = torch.cuda.is_available() and not triton.knobs.runtime.interpret
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, max_examples=50)
 hypothesis.settings.register_profile("dev", derandomize=False, deadline=None, print_blob=True, max_examples=25)
+hypothesis.settings.register_profile("few", derandomize=True, deadline=None, print_blob=True, max_examples=5)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
 
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -43,8 +43,8 @@ def test_minus_infinity_minus_minus_infinity(device, dead):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_minus_infinity_is_the_exact_identity(device, dtype):
     """Case 1: the merge identity keeps the other partial's bits, of outputs and of any lse."""
-    outs = torch.randn(3, 64, 2, 16, device=device).to(dtype)
-    lses = 30 * torch.randn(3, 64, 2, device=device)
+    outs = torch.randn(3, 16, 2, 16, device=device).to(dtype)
+    lses = 30 * torch.randn(3, 16, 2, device=device)
     lses[0], lses[2] = -INF, -INF
     out, lse = splitkv.merge(outs, lses)
     assert same_bits(out, outs[1]) and same_bits(lse, lses[1])
@@ -120,13 +120,16 @@ def test_lse_base(device, cut, layout):
     assert_values(lse, math.log(4))
 
 
-@pytest.mark.parametrize("first", range(1, 65, 16))
-def test_split_count(device, first):
-    """Case 6: any number of splits gives the same, paged and contiguous in turn."""
+@pytest.mark.parametrize("counts", [(1, 2, 3, 4, 5, 6, 7, 8), (9, 16, 17, 31), (32, 33), (64,)], ids=str)
+def test_split_count(device, counts):
+    """Case 6: any number of splits gives the same, paged and contiguous in turn.
+
+    Edges of other counts than these, past every power of two, are held to plain arithmetic in test_schedule.py.
+    """
     q = torch.randn(1, 2, 16, device=device)
     probe = index_probe(device, 1, 300)
     views = [view_of("paged", *probe, [300], page_size=16), view_of("contiguous", *probe, [300])]
-    for n in range(first, first + 16):
+    for n in counts:
         result = attend(q, views[n % 2], Cut(num_splits=n))
         assert result.parts == (n if n > 1 else 0)
         assert_rows(result, 149.5, math.log(300))

@@ -27,10 +27,14 @@ from splitkv.api import plan_decode
 
 SIZES = [
     (batch, tokens, heads, widths, cut, dtype)
-    for (batch, tokens), heads, widths, (cut, dtype) in itertools.product(
-        ((1, 3), (3, 1)),
-        ((1, 1), (6, 2)),
-        ((16, 16), (24, 59)),
+    for (batch, tokens, heads, widths), (cut, dtype) in itertools.product(
+        # Any two of them beside each other, in half of all combinations.
+        (
+            (1, 3, (1, 1), (16, 16)),
+            (1, 3, (6, 2), (24, 59)),
+            (3, 1, (1, 1), (24, 59)),
+            (3, 1, (6, 2), (16, 16)),
+        ),
         (
             (Cut(num_splits=3), torch.float32),
             (Cut(split_tokens=2, max_parts=3), torch.float16),
