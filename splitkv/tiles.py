@@ -32,6 +32,11 @@ class Target:
     registers: int = 65536
     sm_shared_memory: int = 0
 
+    @property
+    def dependent_launch(self) -> bool:
+        """Whether a kernel may start while the one before it ends (programmatic dependent launch)."""
+        return _cuda_arch(self) >= 90
+
     @classmethod
     def of(cls, device: torch.device) -> Target:
         """The target that a torch device is."""
