@@ -32,7 +32,7 @@ def work_list_kernel(
     Reads:  lengths
     Writes: list [LIST_HEADER + rows + 1] int32
     """
-    by_work, each, share, _ = choose_shares(
+    by_work, each, share, _total = choose_shares(
         batch, lens_ptr, indptr_ptr, kv_start_ptr, None, capacity, 1, batch, 0, shares, heaviest, PAGE_SIZE, KV_KIND,
         GROUP_SIZE, BLOCK_M, False, True, 0, 1, MIN_CHUNK, SEGMENT_COST, BLOCK_B,
     )  # fmt: skip
@@ -43,7 +43,7 @@ def work_list_kernel(
     begin = 0
     for first in range(0, rows, BLOCK_B):
         b = first + tl.arange(0, BLOCK_B)
-        _, span = request_work(
+        _tiles, span = request_work(
             b, b < batch, lens_ptr, indptr_ptr, kv_start_ptr, None, capacity, 1, batch, 0,
             PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, False, True,
         )  # fmt: skip
