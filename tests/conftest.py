@@ -11,6 +11,8 @@ import triton
 COMPILED = torch.cuda.is_available() and not triton.knobs.runtime.interpret
 """Kernels run on a GPU here, and not under Triton's interpreter."""
 
+collect_ignore = ["fake_gpu.py"]  # replaces parts of torch and triton: for processes of their own, not for doctests
+
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, max_examples=50)
 hypothesis.settings.register_profile("dev", derandomize=False, deadline=None, print_blob=True, max_examples=25)
 hypothesis.settings.register_profile("few", derandomize=True, deadline=None, print_blob=True, max_examples=5)

@@ -331,7 +331,8 @@ def split_decode_kernel(
                 )
                 if WIDEN:
                     k_tail = k_tail.to(tl.float32)
-                scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
+                # A sum of its own: one product after another over all of a wide key would round more in float32.
+                scores += tl.dot(q_tail, tl.trans(k_tail), input_precision="ieee")
             scores *= score_scale
             if HAS_SOFTCAP:
                 scores = softcap * tanh(scores * inverse_cap)
