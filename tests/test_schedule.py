@@ -285,7 +285,7 @@ def test_kernels_share_the_work_as_the_plain_arithmetic_does(
     batch, partition = case
     size = len(batch)
     q_lens = [request.q_len for request in batch]
-    uniform = len(set(q_lens)) == 1
+    uniform = len(set(q_lens)) == 1 and q_lens[0] > 0  # decode takes a batch without query tokens with qo_indptr only
 
     def vector(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
