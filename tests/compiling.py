@@ -1,0 +1,423 @@
+"""Compiles kernels for GPUs that are not here, as calls on them would, and says what the code takes of such a GPU.
+
+Run as a program it is a worker: a line of JSON in, a `Case`; a line of JSON out, what each of its kernels takes. It
+needs a process of its own, since the interpreter, which tests use, is chosen once per process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "0"  # before anything imports triton
+
+import torch
+
+import splitkv
+from splitkv import api, append, masks, step
+from splitkv.config import StepConfig
+from splitkv.kernels import prepared, read
+from splitkv.tiles import Target
+
+KB = 1024
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A model of GPU: what splitkv reads of a device, and what more tells whether programs fit one multiprocessor."""
+
+    name: str
+    target: Target
+    reserved_shared: int = KB  # of each program, for the system
+    max_warps: int = 64
+
+    @property
+    def backend(self) -> tuple[str, str]:
+        family, _, arch = self.target.arch.partition(":")
+        return family, arch
+
+    @property
+    def amd(self) -> bool:
+        return self.backend[0] == "hip"
+
+
+def _nvidia(name: str, arch: int, num_sms: int, shared: int, sm_shared: int, max_warps: int, reserved: int = KB) -> Gpu:
+    target = Target(f"cuda:{arch}", num_sms, shared * KB, 65536, sm_shared * KB)
+    return Gpu(name, target, reserved, max_warps)
+
+
+def _amd(name: str, arch: str, num_cus: int) -> Gpu:
+    # As Target.of makes it. A program of 4 waves has one on each of the 4 SIMDs.
+    return Gpu(name, Target(f"hip:{arch}", num_cus, 64 * KB, sm_shared_memory=64 * KB), 0, 32)
+
+
+GPUS = {
+    gpu.target.arch: gpu
+    for gpu in (
+        _nvidia("T4", 75, 40, 64, 64, 32, reserved=0),
+        _nvidia("A100", 80, 108, 163, 164, 64),
+        _nvidia("RTX 3090", 86, 82, 99, 100, 48),
+        _nvidia("L40S", 89, 142, 99, 100, 48),
+        _nvidia("H100", 90, 132, 227, 228, 64),
+        _nvidia("B200", 100, 148, 227, 228, 64),
+        _nvidia("RTX 5090", 120, 170, 99, 100, 48),
+        _amd("MI250X", "gfx90a", 110),
+        _amd("MI300X", "gfx942", 304),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of decode, or with `others` of everything else that launches kernels, on one GPU.
+
+    Attributes:
+        arch: A key of GPUS.
+        dtype: Of queries and cache.
+        head_dim, head_dim_v: Widths; a value that is narrower than its key is the first columns of the key's row.
+        rows: Rows of the query tile: 16 for one query token, else as many tokens as it takes.
+        aligned: Whether cache rows are aligned to 16 bytes.
+        few: Whether there are few tiles beside the multiprocessors.
+        layout: "paged", "contiguous", "ragged" or "csr".
+        page_size: Tokens per page.
+        schedule: "balanced", "tokens" (fixed parts of so many) or "parts" (fixed number).
+        rules: Names of further arguments of the call.
+        merge: Compile the kernel that merges the partials too.
+        others: Compile all kernels but those of decode, instead.
+    """
+
+    arch: str
+    dtype: str = "bfloat16"
+    head_dim: int = 128
+    head_dim_v: int = 0
+    rows: int = 16
+    aligned: bool = True
+    few: bool = False
+    layout: str = "paged"
+    page_size: int = 16
+    schedule: str = "balanced"
+    rules: tuple[str, ...] = ()
+    merge: bool = False
+    others: bool = False
+
+    def __str__(self) -> str:
+        if self.others:
+            return f"{self.arch} others"
+        words = [self.arch, self.dtype, f"{self.head_dim}x{self.width_v}", f"rows{self.rows}", self.layout]
+        words += [f"page{self.page_size}"] if self.layout in ("paged", "csr") else []
+        words += [self.schedule, "few" if self.few else "many", "aligned" if self.aligned else "unaligned"]
+        return " ".join([*words, *self.rules])
+
+    @property
+    def width_v(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def gpu(self) -> Gpu:
+        return GPUS[self.arch]
+
+
+@dataclass(frozen=True)
+class Used:
+    """What a compiled kernel takes.
+
+    Attributes:
+        kernel: Its name.
+        seconds: That its compilation took.
+        num_warps, programs: Warps of a program; programs that are meant to run on a multiprocessor at a time (0: not
+            said).
+        max_registers: The limit given to the compiler, per thread.
+        rows: Rows of its query tile.
+        tiles: Tokens per block and stages.
+        shared: Bytes of shared memory of a program.
+        registers: Per thread.
+        stack, spills: Bytes of a thread's local memory, and those of them (AMD: registers) that spilling takes.
+        copies: 16-byte asynchronous copies in the code.
+        waits_for_others: Whether it waits for the kernel before it (programmatic dependent launch).
+    """
+
+    kernel: str
+    seconds: float
+    num_warps: int
+    programs: int
+    max_registers: int
+    rows: int
+    tiles: tuple[int, int]
+    shared: int
+    registers: int
+    stack: int
+    spills: int
+    copies: int
+    waits_for_others: bool
+
+
+# What a call would launch. Tensors on the meta device have shapes, strides and addresses (0) but no memory.
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _cache(case: Case, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of this shape before the width, with rows that are an odd number of elements apart where unaligned."""
+    dtype, pad = getattr(torch, case.dtype), 0 if case.aligned else 1
+    k = _empty(*shape, case.head_dim + pad, dtype=dtype)[..., : case.head_dim]
+    if case.width_v < case.head_dim:
+        return k, k[..., : case.width_v]
+    return k, _empty(*shape, case.width_v + pad, dtype=dtype)[..., : case.width_v]
+
+
+def plan(case: Case) -> tuple[api.Plan, int]:
+    """The launches of the case's call, and how many programs of the first are meant to share a multiprocessor."""
+    dtype = getattr(torch, case.dtype)
+    heads, group = (1, 16) if case.head_dim > 512 else (8, 4)
+    q_len = case.rows // group if case.rows > 16 else 1
+    batch = 1 if case.few else 512
+    config = splitkv.WorkspaceConfig(
+        batch, heads * group, heads, case.head_dim, case.width_v, max_total_q=batch * q_len, dtype=dtype,
+        max_splits=2**17, q_tile_rows=case.rows, split_tokens=512 if case.schedule == "tokens" else None,
+    )  # fmt: skip
+    workspace = splitkv.Workspace.allocate(config, "meta")
+    workspace.target = case.gpu.target
+    lens = _empty(batch)
+    if case.layout == "contiguous":
+        kv: Any = splitkv.ContiguousKV(*_cache(case, batch, 4096, heads), lens)
+    elif case.layout == "ragged":
+        kv = splitkv.RaggedKV(*_cache(case, 4096, heads), _empty(batch + 1))
+    elif case.layout == "csr":
+        pages = _cache(case, 4096, case.page_size, heads)
+        kv = splitkv.PagedKV.from_csr(*pages, _empty(batch + 1), _empty(4096), lens)
+    else:
+        kv = splitkv.PagedKV(*_cache(case, 4096, case.page_size, heads), _empty(batch, 4096), lens)
+    rules: dict[str, Any] = dict(
+        window=dict(window_left=1023),
+        softcap=dict(softcap=30.0),
+        sinks=dict(sinks=_empty(heads * group, dtype=torch.float32)),
+        alibi=dict(alibi_slopes=_empty(heads * group, dtype=torch.float32)),
+        tree=dict(tree_mask=_empty(batch, q_len, math.ceil(q_len / 32))),
+        noncausal=dict(causal=False),
+        lse=dict(want_lse=True),
+        qo_indptr=dict(qo_indptr=_empty(batch + 1)),
+    )
+    arguments: dict[str, Any] = {"num_splits": 4} if case.schedule == "parts" else {}
+    for rule in case.rules:
+        arguments |= rules[rule]
+    shape = (batch * q_len,) if "qo_indptr" in case.rules else (batch, q_len) if q_len > 1 else (batch,)
+    q = _empty(*shape, heads * group, case.head_dim, dtype=dtype)
+    chosen = []
+    choose = api.tile_sizes.choose
+
+    def remember(*args: Any, **kwargs: Any) -> Any:
+        chosen.append(choose(*args, **kwargs))
+        return chosen[-1]
+
+    with mock.patch.object(api.tile_sizes, "choose", remember):
+        found = api.plan_decode(q, kv, workspace, **arguments)
+    return found, chosen[0].programs_per_sm
+
+
+def other_launches(case: Case) -> Iterator[api.Launch]:
+    """The launches of merge, append_kv, move_kv, the masks, the step state and the benchmark's read."""
+    recorded: list[api.Launch] = []
+
+    def record(
+        kernel: Any,
+        grid: Any,
+        device: Any,
+        operands: Any,
+        constants: Any,
+        num_warps: int,
+        dependent: bool = False,
+        max_registers: int = 0,
+    ) -> None:
+        recorded.append(api.Launch(kernel, grid, dict(operands), dict(constants), num_warps, dependent, max_registers))
+
+    dtype = getattr(torch, case.dtype)
+    modules = (api, append, masks, prepared, read, step)
+    with mock.patch.multiple(splitkv._interpreter, why_not=lambda _: None):
+        patches = [mock.patch.object(module, "launch", record) for module in modules if hasattr(module, "launch")]
+        for patch in patches:
+            patch.start()
+        try:
+            splitkv.merge(_empty(3, 5, 32, 128, dtype=dtype), _empty(3, 5, 32, dtype=torch.float32))
+            for aligned in (True, False):
+                kv = splitkv.PagedKV(
+                    *_cache(dataclasses.replace(case, aligned=aligned), 64, 16, 8), _empty(4, 4), _empty(4)
+                )
+                new = _empty(4, 8, 128, dtype=dtype)
+                splitkv.append_kv(new, new, kv, _empty(4))
+                splitkv.move_kv(kv, _empty(4), _empty(4))
+            out = _empty(4, 3, 100, dtype=torch.uint8).view(torch.bool)
+            masks.attention_mask(out, _empty(4), window_left=7)
+            out = _empty(12, 100, dtype=torch.uint8).view(torch.bool)
+            masks.ragged_mask(out, _empty(5), _empty(4), kv_start=_empty(4))
+            masks.position_mask(_empty(4, 1, 100, dtype=torch.bool), _empty(4, dtype=torch.int64))
+            read.read_all(_empty(1 << 20), _empty(64), block=2048, programs=64, num_stages=3, num_warps=4)
+            # The step state stages on the host, so it must have memory.
+            table = torch.zeros(8, 16, dtype=torch.int32)
+            state = splitkv.StepState.allocate(StepConfig(max_batch_size=8, max_total_q=16), table, 16, "cpu")
+            state.bind([0, 1], [5, 17], q_lens=[1, 2], page_updates=[(0, 0, 3)], tokens=[1, 2, 3])
+            state.advance()
+            state.advance(torch.ones(8, dtype=torch.int64))
+        finally:
+            for patch in patches:
+                patch.stop()
+    yield from recorded
+
+
+# Compiling.
+
+
+def _type_of(value: Any, annotation: str | None) -> str:
+    from triton.runtime.jit import mangle_type
+
+    if isinstance(value, torch.Tensor):
+        return str(mangle_type(value))
+    assert annotation, "an operand that is no tensor has a type"
+    return annotation
+
+
+def compile_launch(launch: api.Launch, gpu: Gpu, programs: int) -> Used:
+    """Compile a launch's kernel for a GPU without specialising on any argument: no integer is 1, no address aligned."""
+    import time
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants = {}, {}
+    for parameter in launch.kernel.params:
+        values = launch.constants if parameter.is_constexpr else launch.operands
+        value = values[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constants[(parameter.num,)] = value
+        else:
+            signature[parameter.name] = _type_of(value, parameter.annotation_type)
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs={})
+    family, arch = gpu.backend
+    target = GPUTarget("hip", arch, 64) if family == "hip" else GPUTarget("cuda", int(arch), 32)
+    options: dict[str, Any] = dict(num_warps=launch.num_warps, enable_fp_fusion=True)
+    if launch.max_registers:
+        options["maxnreg"] = launch.max_registers
+    if launch.dependent:
+        options["launch_pdl"] = True
+    start = time.perf_counter()
+    compiled = triton.compile(source, target=target, options=options)
+    seconds = time.perf_counter() - start
+    assembly = compiled.asm["amdgcn" if gpu.amd else "ptx"]
+    measured = _amd_usage(assembly) if gpu.amd else _nvidia_usage(compiled.asm["cubin"])
+    return Used(
+        kernel=launch.kernel.__name__,
+        seconds=round(seconds, 2),
+        num_warps=launch.num_warps,
+        programs=programs,
+        max_registers=launch.max_registers,
+        rows=launch.constants.get("BLOCK_M", 0),
+        tiles=(launch.constants.get("BLOCK_N", 0), launch.constants.get("NUM_STAGES", 0)),
+        shared=compiled.metadata.shared,
+        copies=len(re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*, (?:0x10|16)\b", assembly)),
+        waits_for_others="griddepcontrol.wait" in assembly,
+        **measured,
+    )
+
+
+def _nvidia_usage(cubin: bytes) -> dict[str, int]:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", told)
+    assert found, told
+    registers, stack, local = map(int, found.groups())
+    return dict(registers=registers, stack=stack, spills=max(stack, local))
+
+
+def _amd_usage(assembly: str) -> dict[str, int]:
+    def number(name: str) -> int:
+        found = re.search(rf"\.{name}:\s+(\d+)", assembly)
+        assert found, name
+        return int(found.group(1))
+
+    # .vgpr_count counts accumulation registers too.
+    return dict(
+        registers=number("vgpr_count"), stack=number("private_segment_fixed_size"), spills=number("vgpr_spill_count")
+    )
+
+
+def compile_case(case: Case) -> list[Used]:
+    """Compile what the case launches."""
+    if case.others:
+        return [compile_launch(launch, case.gpu, 0) for launch in other_launches(case)]
+    found, programs = plan(case)
+    split, *merges = found.launches
+    used = [compile_launch(split, case.gpu, programs)]
+    return used + [compile_launch(launch, case.gpu, 0) for launch in merges if case.merge]
+
+
+# A worker, and how to talk to one.
+
+
+class Worker:
+    """A process that compiles one case at a time."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )  # fmt: skip
+
+    def compile(self, case: Case) -> list[Used] | str:
+        """What the case's kernels take, or why it does not compile."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(dataclasses.asdict(case)) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            return f"the compiler ended with exit status {self._process.wait()}"
+        answer = json.loads(line)
+        return (
+            answer if isinstance(answer, str) else [Used(**{**used, "tiles": tuple(used["tiles"])}) for used in answer]
+        )
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+def main() -> None:
+    """Answer cases from standard input until it ends."""
+    torch.set_num_threads(1)
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever compilers print is no reply
+    for line in sys.stdin:
+        given = json.loads(line)
+        case = Case(**{**given, "rules": tuple(given["rules"])})
+        try:
+            answer: Any = [dataclasses.asdict(used) for used in compile_case(case)]
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}"
+        replies.write(json.dumps(answer) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,312 @@
+"""What kernels take of GPUs that are not here: they are compiled for each, in processes of their own.
+
+    python tests/test_compile.py --table      writes notebooks/data/kernel_resources.md
+
+With SPLITKV_FULL=1 every combination is compiled (about an hour on two cores) instead of a set that covers them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import os
+import queue
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from compiling import GPUS, Case, Used, Worker
+
+from splitkv import tiles
+from splitkv._interpreter import release
+from splitkv.config import cdiv
+
+FULL = os.environ.get("SPLITKV_FULL") == "1"
+WIDTHS = ((64, 64), (128, 128), (256, 256), (512, 512), (576, 512))
+DTYPES = ("float16", "bfloat16", "float32")
+SPILLED = 96
+"""Bytes per thread that may spill where tiles are large, rows unaligned or rules many: registers around the loop."""
+FEW_SPILLED = 16
+"""Likewise with fixed parts, and in the other kernels."""
+
+
+class Compiler:
+    """Worker processes: two, or one where tests are spread over processes already."""
+
+    def __init__(self) -> None:
+        count = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+        self._threads = ThreadPoolExecutor(count)
+        self._workers = [Worker() for _ in range(count)]
+        self._idle: queue.Queue[Worker] = queue.Queue()
+        for worker in self._workers:
+            self._idle.put(worker)
+
+    def _compile(self, case: Case) -> list[Used] | str:
+        worker = self._idle.get()
+        try:
+            return worker.compile(case)
+        finally:
+            self._idle.put(worker)
+
+    def compile(self, cases: Iterable[Case]) -> Iterator[tuple[Case, list[Used] | str]]:
+        """Each case with what its kernels take, or why it was refused."""
+        cases = list(cases)
+        return zip(cases, self._threads.map(self._compile, cases), strict=True)
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[Compiler]:
+    found = Compiler()
+    yield found
+    found.close()
+
+
+# What must hold of whatever is compiled.
+
+DEPENDENT = ("split_decode_kernel", "merge_splits_kernel")
+"""Kernels that start while the one before them ends, on sm_90 and newer."""
+
+
+def faults(case: Case, used: Used) -> list[str]:
+    """What is wrong with what a kernel takes."""
+    gpu, target, found = case.gpu, case.gpu.target, []
+    if used.shared > target.shared_memory:
+        found.append(f"{used.shared} bytes of shared memory, of {target.shared_memory}")
+    if used.waits_for_others != (used.kernel in DEPENDENT and not gpu.amd and int(gpu.backend[1]) >= 90):
+        found.append(f"dependent launch: {used.waits_for_others}")
+    if used.kernel != "split_decode_kernel":
+        return found + [f"{used.spills} spilled"] * (used.spills > FEW_SPILLED)
+    estimate = tiles.shared_bytes(
+        target, getattr(torch, case.dtype), case.head_dim, case.width_v, used.rows, *used.tiles
+    )
+    if used.shared > estimate and "tree" not in case.rules:
+        found.append(f"{used.shared} bytes of shared memory, of which the estimate knows {estimate}")
+    shared = used.programs * (used.shared + gpu.reserved_shared)
+    if shared > target.sm_shared_memory and used.programs > 1:
+        found.append(f"{used.programs} programs need {shared} bytes of shared memory, of {target.sm_shared_memory}")
+    warps = used.programs * used.num_warps
+    if gpu.amd:
+        # Each of the four SIMDs has 512 registers per lane, shared by the waves on it.
+        needed, limit = cdiv(warps, 4) * cdiv(used.registers, 8) * 8, 512
+    else:
+        needed, limit = warps * 32 * cdiv(used.registers, 8) * 8, target.registers
+    if needed > limit or warps > gpu.max_warps:
+        found.append(f"{used.programs} programs need {needed} registers, of {limit}, and {warps} warps")
+    if case.head_dim <= 128 and case.rows == 16 and case.aligned and case.dtype != "float32" and case.arch != "cuda:75":
+        if not case.rules and used.spills > (0 if case.schedule == "balanced" else FEW_SPILLED):
+            found.append(f"{used.spills} bytes spilled")
+        if not gpu.amd and used.copies < 8:
+            found.append(f"{used.copies} asynchronous copies of 16 bytes")
+    if used.spills > (SPILLED // 4 if gpu.amd else SPILLED):
+        found.append(f"{used.spills} spilled")
+    return found
+
+
+def check(compiler: Compiler, cases: Iterable[Case]) -> None:
+    """Compile the cases and fail with all that is wrong."""
+    wrong = []
+    for case, answer in compiler.compile(cases):
+        if isinstance(answer, str):
+            wrong.append(f"{case}: {answer}")
+        else:
+            wrong += [f"{case}: {used.kernel}: {fault}" for used in answer for fault in faults(case, used)]
+    assert not wrong, "\n".join(wrong)
+
+
+# Which cases.
+
+
+def fits(case: Case) -> bool:
+    """Whether decode accepts the case's dtype and widths on its GPU; where not, tests below look at the refusal."""
+    if case.arch != "cuda:75":
+        return True
+    return case.dtype != "bfloat16" and case.head_dim <= 256
+
+
+def product(arch: str) -> Iterator[Case]:
+    """All tile configurations of a GPU."""
+    for dtype, (k, v), rows, aligned, few in itertools.product(DTYPES, WIDTHS, (16, 64), (True, False), (True, False)):
+        yield Case(arch, dtype, k, v, rows, aligned, few, merge=dtype == "bfloat16")
+
+
+def covering(arch: str) -> Iterator[Case]:
+    """Each tile configuration that a GPU gets for a width of 128, and the largest."""
+    half = "float16" if arch == "cuda:75" else "bfloat16"
+    yield Case(arch, half, merge=arch in ("cuda:75", "cuda:90", "hip:gfx942"))
+    if arch == "cuda:89":
+        return  # as sm_86
+    yield Case(arch, "float32", 128)
+    yield Case(arch, half, 256 if arch == "cuda:75" else 512, rows=64)
+    if arch in ("cuda:80", "cuda:90", "cuda:100"):
+        yield Case(arch, "float16", 128, few=True)
+    if arch in ("cuda:90", "cuda:100", "hip:gfx942"):
+        yield Case(arch, half, 128, rows=64)
+    if arch in ("cuda:86", "cuda:90", "hip:gfx942"):
+        yield Case(arch, half, 576, 512)
+    if arch == "cuda:90":
+        yield Case(arch, half, 256, rows=64)
+        yield Case(arch, "float32", 512, rows=64)
+        yield Case(arch, half, 128, aligned=False)
+
+
+@pytest.mark.parametrize("arch", GPUS)
+def test_tiles_fit(compiler: Compiler, arch: str) -> None:
+    check(compiler, filter(fits, product(arch) if FULL else covering(arch)))
+
+
+def layouts(arch: str) -> list[Case]:
+    base = Case(arch, merge=True)
+    return [
+        dataclasses.replace(base, page_size=1),
+        dataclasses.replace(base, page_size=64, schedule="tokens"),
+        dataclasses.replace(base, page_size=12, schedule="parts"),
+        dataclasses.replace(base, layout="contiguous"),
+        dataclasses.replace(base, layout="ragged", schedule="tokens"),
+        dataclasses.replace(base, layout="csr", schedule="parts"),
+    ]
+
+
+def every_layout(arch: str) -> Iterator[Case]:
+    for layout, page, schedule in itertools.product(
+        ("paged", "csr", "contiguous", "ragged"), (1, 16, 64, 12), ("balanced", "tokens", "parts")
+    ):
+        if layout in ("paged", "csr") or page == 16:
+            yield Case(arch, layout=layout, page_size=page, schedule=schedule, merge=True)
+
+
+@pytest.mark.parametrize("arch", [arch for arch in GPUS if arch != "cuda:75"] if FULL else ["cuda:90"])
+def test_layouts_and_schedules_neither_spill_nor_lose_copies(compiler: Compiler, arch: str) -> None:
+    check(compiler, every_layout(arch) if FULL else layouts(arch))
+
+
+RULES = (("window", "sinks", "lse"), ("softcap", "noncausal", "alibi"), ("tree",))
+
+
+@pytest.mark.parametrize("arch", [arch for arch in GPUS if arch != "cuda:75"] if FULL else ["cuda:90"])
+def test_score_rules_fit(compiler: Compiler, arch: str) -> None:
+    rows = (16, 64) if FULL else (16,)
+    check(compiler, (Case(arch, rows=r, rules=rules, merge=True) for rules in RULES for r in rows))
+
+
+def test_a_tree_mask_fits_where_memory_is_scarce(compiler: Compiler) -> None:
+    widths = WIDTHS if FULL else WIDTHS[-1:]
+    check(compiler, (Case("cuda:86", "float16", k, v, rows=64, rules=("tree",)) for k, v in widths))
+
+
+@pytest.mark.xfail(
+    release(triton.__version__) >= (3, 9),
+    reason="this Triton copies keys and values element by element where requests differ in query tokens",
+)
+def test_ragged_queries_copy_asynchronously(compiler: Compiler) -> None:
+    check(compiler, [Case("cuda:90", rules=("qo_indptr",), merge=True)])
+
+
+@pytest.mark.parametrize("arch", GPUS if FULL else ["cuda:75", "cuda:90", "hip:gfx942"])
+def test_other_kernels_compile(compiler: Compiler, arch: str) -> None:
+    cases = [Case(arch, "float16" if arch == "cuda:75" else "bfloat16", others=True)]
+    [(_, answer)] = compiler.compile(cases)
+    assert not isinstance(answer, str), answer
+    assert {used.kernel for used in answer} == {
+        "merge_kernel", "append_kernel", "move_kernel", "attention_mask_kernel", "position_mask_kernel", "read_kernel",
+        "update_pages_kernel", "bind_kernel", "advance_kernel",
+    }  # fmt: skip
+    assert not [fault for used in answer for fault in faults(cases[0], used)]
+
+
+# What is refused.
+
+
+def test_bfloat16_is_refused_before_sm_80(compiler: Compiler) -> None:
+    [(_, answer)] = compiler.compile([Case("cuda:75", "bfloat16")])
+    assert isinstance(answer, str)
+    for word in ("TypeError", "cuda:75", "bfloat16"):
+        assert word in answer
+
+
+def test_widths_without_room_are_refused_with_the_limit(compiler: Compiler) -> None:
+    for case, answer in compiler.compile([Case("cuda:75", "float16", 512), Case("cuda:75", "float32", 576, 512)]):
+        assert isinstance(answer, str), answer
+        for word in ("head_dim", str(case.head_dim), "65536", "cuda:75"):
+            assert word in answer
+
+
+def test_choices_measured_on_hopper_stay() -> None:
+    target = GPUS["cuda:90"].target
+    for dtype in (torch.float16, torch.bfloat16):
+        few = tiles.choose(target, dtype, 128, 128, 16, few_tiles=True)
+        many = tiles.choose(target, dtype, 128, 128, 16)
+        assert few == tiles.Tiles(64, 4, 3, 2, 64)
+        assert many == tiles.Tiles(32, 4, 3, 4, 32, max_registers=128)
+        assert tiles.choose(target, dtype, 128, 128, 64) == tiles.Tiles(64, 4, 3, 2, 64)
+
+
+# The table.
+
+
+def table(versions: str, compiler: Compiler) -> str:
+    cases = [
+        Case(arch, dtype, k, v, rows, aligned, few)
+        for dtype, k, v, rows, aligned, few in (
+            ("bfloat16", 64, 64, 16, True, False),
+            ("bfloat16", 128, 128, 16, True, False),
+            ("bfloat16", 128, 128, 16, True, True),
+            ("bfloat16", 128, 128, 64, True, False),
+            ("bfloat16", 128, 128, 16, False, False),
+            ("bfloat16", 256, 256, 16, True, False),
+            ("bfloat16", 256, 256, 64, True, False),
+            ("bfloat16", 576, 512, 16, True, False),
+            ("bfloat16", 576, 512, 64, True, False),
+            ("float32", 128, 128, 16, True, False),
+        )
+        for arch in ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
+    ]
+    lines = [
+        "# What split_decode_kernel takes of a GPU",
+        "",
+        f"Compiled by {versions} for GPUs that were not there: `python tests/test_compile.py --table`. Paged, pages of",
+        "16 tokens, balanced schedule. Tiles are tokens per block × stages × warps; programs are those meant to share",
+        "a multiprocessor. Registers are per thread, shared memory per program, spills in bytes per thread (gfx942:",
+        "registers).",
+        "",
+        "| widths | dtype | rows | K, V rows | query tiles | GPU | tiles | programs | registers | shared | spills |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for case, answer in compiler.compile(cases):
+        if isinstance(answer, str):
+            raise RuntimeError(f"{case}: {answer}")
+        used = answer[0]
+        lines.append(
+            f"| {case.head_dim}, {case.width_v} | {case.dtype} | {used.rows} "
+            f"| {'aligned' if case.aligned else 'unaligned'} | {'few' if case.few else 'many'} | {case.arch} "
+            f"| {used.tiles[0]} × {used.tiles[1]} × {used.num_warps} | {used.programs} | {used.registers} "
+            f"| {used.shared} | {used.spills} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What kernels take of GPUs that are not here.")
+    parser.add_argument("--table", action="store_true", required=True, help="write notebooks/data/kernel_resources.md")
+    parser.parse_args()
+    compiler = Compiler()
+    try:
+        text = table(f"Triton {triton.__version__}", compiler)
+    finally:
+        compiler.close()
+    path = Path(__file__).parent.parent / "notebooks" / "data" / "kernel_resources.md"
+    path.write_text(text, encoding="utf-8")
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()
