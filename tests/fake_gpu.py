@@ -4,7 +4,7 @@ Import it first, in a process of its own with TRITON_INTERPRET=0.
 """
 
 import contextlib
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -34,7 +34,7 @@ class Utils:
 class Launcher:
     """Notes what would be launched."""
 
-    launches: list[tuple[str, tuple[int, ...], tuple[Any, ...]]] = []
+    launches: ClassVar[list[tuple[str, tuple[int, ...], tuple[Any, ...]]]] = []
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.parameters = len(source.fn.arg_names)

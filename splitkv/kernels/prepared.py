@@ -60,7 +60,7 @@ class Launch:
 
 
 def compiled_by_hand(device: torch.device) -> bool:
-    """Whether compiled kernels are launched past Triton there. Not on HIP, where they depend on sizes of tensors too."""
+    """Whether compiled kernels are launched past Triton there. Not on HIP: they depend on sizes of tensors too."""
     return device.type == "cuda" and torch.version.hip is None and not triton.knobs.runtime.interpret
 
 
