@@ -26,7 +26,7 @@ if __name__ == "__main__":
 import torch
 
 import splitkv
-from splitkv import api, append, masks, step
+from splitkv import api, append, masks, step, work_list
 from splitkv.config import StepConfig
 from splitkv.kernels import prepared, read
 from splitkv.tiles import Target
@@ -144,6 +144,7 @@ class Used:
         shared: Bytes of shared memory of a program.
         registers: Per thread.
         stack, spills: Bytes of a thread's local memory, and those of them (AMD: registers) that spilling takes.
+        spills_in_loop: Loads and stores of them between the first and the last product (AMD: as spills).
         copies: 16-byte asynchronous copies in the code.
         waits_for_others: Whether it waits for the kernel before it (programmatic dependent launch).
     """
@@ -159,6 +160,7 @@ class Used:
     registers: int
     stack: int
     spills: int
+    spills_in_loop: int
     copies: int
     waits_for_others: bool
 
@@ -192,6 +194,9 @@ def plan(case: Case) -> tuple[api.Plan, int]:
     workspace = splitkv.Workspace.allocate(config, "meta")
     workspace.target = case.gpu.target
     lens = _empty(batch)
+    listed = splitkv.Schedule.allocate(config, "meta") if "listed" in case.rules else None
+    if listed is not None:
+        listed.target = case.gpu.target
     if case.layout == "contiguous":
         kv: Any = splitkv.ContiguousKV(*_cache(case, batch, 4096, heads), lens)
     elif case.layout == "ragged":
@@ -200,7 +205,7 @@ def plan(case: Case) -> tuple[api.Plan, int]:
         pages = _cache(case, 4096, case.page_size, heads)
         kv = splitkv.PagedKV.from_csr(*pages, _empty(batch + 1), _empty(4096), lens)
     else:
-        kv = splitkv.PagedKV(*_cache(case, 4096, case.page_size, heads), _empty(batch, 4096), lens)
+        kv = splitkv.PagedKV(*_cache(case, 4096, case.page_size, heads), _empty(batch, 4096), lens, schedule=listed)
     rules: dict[str, Any] = dict(
         window=dict(window_left=1023),
         softcap=dict(softcap=30.0),
@@ -210,6 +215,7 @@ def plan(case: Case) -> tuple[api.Plan, int]:
         noncausal=dict(causal=False),
         lse=dict(want_lse=True),
         qo_indptr=dict(qo_indptr=_empty(batch + 1)),
+        listed={},  # the view has a work list
     )
     arguments: dict[str, Any] = {"num_splits": 4} if case.schedule == "parts" else {}
     for rule in case.rules:
@@ -245,7 +251,7 @@ def other_launches(case: Case) -> Iterator[api.Launch]:
         recorded.append(api.Launch(kernel, grid, dict(operands), dict(constants), num_warps, dependent, max_registers))
 
     dtype = getattr(torch, case.dtype)
-    modules = (api, append, masks, prepared, read, step)
+    modules = (api, append, masks, prepared, read, step, work_list)
     with mock.patch.multiple(splitkv._interpreter, why_not=lambda _: None):
         patches = [mock.patch.object(module, "launch", record) for module in modules if hasattr(module, "launch")]
         for patch in patches:
@@ -259,6 +265,9 @@ def other_launches(case: Case) -> Iterator[api.Launch]:
                 new = _empty(4, 8, 128, dtype=dtype)
                 splitkv.append_kv(new, new, kv, _empty(4))
                 splitkv.move_kv(kv, _empty(4), _empty(4))
+            listed = splitkv.Schedule.allocate(splitkv.WorkspaceConfig(4, 32, 8, 128, dtype=dtype), "meta")
+            listed.target = case.gpu.target
+            listed.update(kv)
             out = _empty(4, 3, 100, dtype=torch.uint8).view(torch.bool)
             masks.attention_mask(out, _empty(4), window_left=7)
             out = _empty(12, 100, dtype=torch.uint8).view(torch.bool)
@@ -341,11 +350,21 @@ def _nvidia_usage(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", told)
-    assert found, told
-    registers, stack, local = map(int, found.groups())
-    return dict(registers=registers, stack=stack, spills=max(stack, local))
+
+        def tell(what: str) -> str:
+            return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
+
+        told = tell("-res-usage")
+        found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", told)
+        assert found, told
+        registers, stack, local = map(int, found.groups())
+        spills, inside = max(stack, local), 0
+        if spills:
+            operations = re.findall(r"\b(LDL|STL|HMMA|HGMMA|UTCHMMA)\b", tell("-sass"))
+            products = [i for i, name in enumerate(operations) if name.endswith("MMA")]
+            if products:
+                inside = sum(name in ("LDL", "STL") for name in operations[products[0] : products[-1]])
+    return dict(registers=registers, stack=stack, spills=spills, spills_in_loop=inside)
 
 
 def _amd_usage(assembly: str) -> dict[str, int]:
@@ -354,9 +373,13 @@ def _amd_usage(assembly: str) -> dict[str, int]:
         assert found, name
         return int(found.group(1))
 
+    spills = number("vgpr_spill_count")
     # .vgpr_count counts accumulation registers too.
     return dict(
-        registers=number("vgpr_count"), stack=number("private_segment_fixed_size"), spills=number("vgpr_spill_count")
+        registers=number("vgpr_count"),
+        stack=number("private_segment_fixed_size"),
+        spills=spills,
+        spills_in_loop=spills,
     )
 
 

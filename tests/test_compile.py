@@ -32,7 +32,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 SPILLED = 96
 """Bytes per thread that may spill where tiles are large, rows unaligned or rules many: registers around the loop."""
 FEW_SPILLED = 16
-"""Likewise with fixed parts, and in the other kernels."""
+"""Likewise in plain decode, there outside the loop over keys, and in the other kernels."""
 
 
 class Compiler:
@@ -103,8 +103,8 @@ def faults(case: Case, used: Used) -> list[str]:
     if needed > limit or warps > gpu.max_warps:
         found.append(f"{used.programs} programs need {needed} registers, of {limit}, and {warps} warps")
     if case.head_dim <= 128 and case.rows == 16 and case.aligned and case.dtype != "float32" and case.arch != "cuda:75":
-        if not case.rules and used.spills > (0 if case.schedule == "balanced" else FEW_SPILLED):
-            found.append(f"{used.spills} bytes spilled")
+        if not set(case.rules) - {"listed"} and (used.spills_in_loop or used.spills > FEW_SPILLED):
+            found.append(f"{used.spills} bytes spilled, {used.spills_in_loop} times in the loop")
         if not gpu.amd and used.copies < 8:
             found.append(f"{used.copies} asynchronous copies of 16 bytes")
     if used.spills > (SPILLED // 4 if gpu.amd else SPILLED):
@@ -189,7 +189,7 @@ def test_layouts_and_schedules_neither_spill_nor_lose_copies(compiler: Compiler,
     check(compiler, every_layout(arch) if FULL else layouts(arch))
 
 
-RULES = (("window", "sinks", "lse"), ("softcap", "noncausal", "alibi"), ("tree",))
+RULES = (("window", "sinks", "lse"), ("softcap", "noncausal", "alibi"), ("tree",), ("listed",))
 
 
 @pytest.mark.parametrize("arch", [arch for arch in GPUS if arch != "cuda:75"] if FULL else ["cuda:90"])
@@ -218,6 +218,7 @@ def test_other_kernels_compile(compiler: Compiler, arch: str) -> None:
     assert not isinstance(answer, str), answer
     assert {used.kernel for used in answer} == {
         "merge_kernel", "append_kernel", "move_kernel", "attention_mask_kernel", "position_mask_kernel", "read_kernel",
+        "work_list_kernel",
         "update_pages_kernel", "bind_kernel", "advance_kernel",
     }  # fmt: skip
     assert not [fault for used in answer for fault in faults(cases[0], used)]
