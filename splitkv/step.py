@@ -299,8 +299,7 @@ class StepState:
 
         One staged copy and one launch on the current stream, or two launches with page updates. The host does not
         wait (see the class for streams). Everything is checked before anything is written. All buffers but input_ids
-        are written in
-        full: whatever was bound before, what lies past the live requests, tokens and tiles is padding.
+        are written in full: whatever was bound before, what lies past the live requests, tokens and tiles is padding.
 
         >>> table = torch.arange(32, dtype=torch.int32).reshape(4, 8)
         >>> step = StepState.allocate(StepConfig(4, max_total_q=256), table, page_size=32, device="cpu")

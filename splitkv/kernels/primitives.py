@@ -2,8 +2,7 @@
 
 The schedule, in one paragraph. A *tile* is BLOCK_M packed query rows of one request and KV head; a request with n query
 tokens has ceil(n · GROUP_SIZE / BLOCK_M) of them per head. Lay all tiles of a head on one axis, request by request,
-each as
-long as its weight, and cut the axis into equal shares: program p attends share p // num_kv_heads of head
+each as long as its weight, and cut the axis into equal shares: program p attends share p // num_kv_heads of head
 p % num_kv_heads, so that neighbouring programs read neighbouring heads of the same tokens. A tile that lies in one
 share is finished by its program; one that is cut leaves a partial per share. Every program finds its share by a prefix
 sum over the lengths on the device. `splitkv/schedule.py` holds the same arithmetic in plain Python.
@@ -40,8 +39,7 @@ def load_kv_range(
     """Where request b's keys begin to be visible, how many it has, and its first entry in the pool (RAGGED, CSR).
 
     b is a scalar or a vector; dead lanes have no keys. Lengths are data that the caller may overwrite at any time, so
-    they
-    are clamped here to what the view can hold: whatever they say, no address outside the cache follows.
+    they are clamped here to what the view can hold: whatever they say, no address outside the cache follows.
     """
     if KV_KIND == RAGGED or KV_KIND == CSR:
         first = clamp(tl.load(indptr_ptr + b, mask=live, other=0), 0, capacity)
@@ -191,9 +189,8 @@ def listed_shares(list_ptr, batch, tiles_each, shares):
     """As choose_shares, from a work list.
 
     Whatever the lengths are by now, the listed weights say where every tile lies, both kernels read the same, and the
-    keys
-    of a tile are cut by its weight, so that each is attended once: a stale list costs balance. Shares grow where the
-    batch or its tiles outgrew those of the list, so that `shares` of them still hold the axis.
+    keys of a tile are cut by its weight, so that each is attended once: a stale list costs balance. Shares grow where
+    the batch or its tiles outgrew those of the list, so that `shares` of them still hold the axis.
     """
     total = tl.load(list_ptr + LIST_HEADER + batch) * tiles_each
     share = tl.maximum(tl.load(list_ptr + 2), tl.cdiv(total, shares))

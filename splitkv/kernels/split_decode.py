@@ -155,8 +155,8 @@ def split_decode_kernel(
     head r % GROUP_SIZE of one KV head; rows past the last are padding.
 
     Reads:  q, K and V pages, page table, lengths
-    Writes: partial_out [slots, BLOCK_M, HEAD_DIM_V] fp32, partial_lse [slots, BLOCK_M] fp32, natural log: tiles in
-            parts out, lse: tiles in one part
+    Writes: partial_out [slots, BLOCK_M, HEAD_DIM_V] fp32, partial_lse [slots, BLOCK_M] fp32, natural log, of tiles in
+            several parts; out and lse of tiles in one
     A part without keys writes (0, -inf), the merge identity. Every slot that the merge reads is written: the workspace
     needs no initialisation. No atomics.
 
