@@ -331,8 +331,12 @@ def split_decode_kernel(
                 )
                 if WIDEN:
                     k_tail = k_tail.to(tl.float32)
-                # A sum of its own: one product after another over all of a wide key would round more in float32.
-                scores += tl.dot(q_tail, tl.trans(k_tail), input_precision="ieee")
+                if k_ptr.dtype.element_ty == tl.float32:
+                    # A sum of its own: ordinary instructions add one product after another, and over all of a wide key
+                    # that rounds more than the error budget allows.
+                    scores += tl.dot(q_tail, tl.trans(k_tail), input_precision="ieee")
+                else:
+                    scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
             scores *= score_scale
             if HAS_SOFTCAP:
                 scores = softcap * tanh(scores * inverse_cap)
