@@ -226,20 +226,31 @@ def test_merged_halves_are_the_whole(seed, dtype, edge):
         seed, device=DEVICE, dtype=dtype, kind="contiguous", lens=(60, 60), query="one", mask="full", window_left=None,
         kv_start=False, clamped=False, rows=False, alias_v=False, split_tokens=None, num_splits=2, **heads,
     )  # fmt: skip
-    results, in_pytorch = [], []
-    for stretch in (slice(0, edge), slice(edge, 60)):
-        lens = torch.full((2,), stretch.stop - stretch.start, dtype=torch.int32, device=DEVICE)
+    halves = [slice(0, edge), slice(edge, 60)]
+
+    def half(stretch: slice, k: torch.Tensor, v: torch.Tensor) -> splitkv.ContiguousKV:
         # At least one token lies in the cache, also where none counts.
-        here = slice(stretch.start, max(stretch.stop, stretch.start + 1)) if stretch.start < 60 else slice(59, 60)
-        part = dataclasses.replace(problem, kv=splitkv.ContiguousKV(problem.kv.k[:, here], problem.kv.v[:, here], lens))
-        result = attend(part)
-        results.append((result.out, result.lse))
-        in_pytorch.append(reference.decode_with_lse(part.q, part.kv, **part.rules))
-    out, lse = splitkv.merge(*(torch.stack(each) for each in zip(*results, strict=True)))
-    # The same computation in PyTorch rounds as often: each partial once, and what they are merged to.
-    same, _ = reference.merge(*(torch.stack(each) for each in zip(*in_pytorch, strict=True)))
+        first = min(stretch.start, 59)
+        here = slice(first, max(stretch.stop, first + 1))
+        lens = torch.full((2,), stretch.stop - stretch.start, dtype=torch.int32, device=DEVICE)
+        return splitkv.ContiguousKV(k[:, here], v[:, here], lens)
+
+    results = [attend(dataclasses.replace(problem, kv=half(stretch, problem.kv.k, problem.kv.v))) for stretch in halves]
+    outs, lses = torch.stack([result.out for result in results]), torch.stack([result.lse for result in results])
+    # The same computation in PyTorch rounds as often, each partial once and what they are merged to; in several orders.
+    same = []
+    for order in range(8):
+        generator = torch.Generator().manual_seed(order)
+        dims = torch.randperm(32, generator=generator).to(DEVICE)
+        tokens = [torch.randperm(edge, generator=generator), edge + torch.randperm(60 - edge, generator=generator)]
+        k, v = (t[:, torch.cat(tokens).to(DEVICE)] for t in (problem.kv.k[..., dims], problem.kv.v))
+        parts = [
+            reference.decode_with_lse(problem.q[..., dims], half(stretch, k, v), **problem.rules) for stretch in halves
+        ]
+        same.append(reference.merge(*(torch.stack(each) for each in zip(*parts, strict=True)))[0])
     whole = problem.expected()
-    Expected.of(whole.out, whole.lse, [same], whole.lse_absolute, whole.lse_relative).check(out, lse, problem)
+    expected = Expected.of(whole.out, whole.lse, same, whole.lse_absolute, whole.lse_relative)
+    expected.check(*splitkv.merge(outs, lses), problem)
 
 
 # Merging.
