@@ -608,8 +608,9 @@ class Problem:
 def make_problem(seed: int, *, device: torch.device | str = "cpu", **choices: Any) -> Problem:
     """A whole decode call, drawn from a seed: sizes, layout, strides, lengths, rules, dtypes and values.
 
-    >>> make_problem(1, kind="csr").kv.addressing == make_problem(1, kind="csr").kv.addressing
-    False
+    >>> problem = make_problem(1, kind="csr", lens=(3, 90))
+    >>> problem.lens, problem.kv.k.shape[-1] == problem.q.shape[-1]
+    ([3, 90], True)
     >>> same_bits(make_problem(1, kind="csr").q, make_problem(1, kind="csr").q)
     True
 
