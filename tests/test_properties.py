@@ -318,6 +318,14 @@ def test_merging_with_nothing_changes_no_bit(dtype, place, seed, rows, heads, wi
     assert same_bits(out, alone) and same_bits(lse, lses[0])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_are_rounded_to_nearest(dtype):
+    """Two partials of one weight: their mean is exact in float32, so that the bits of the result are known."""
+    outs = torch.randn(2, 4, 3, 64, generator=torch.Generator().manual_seed(5)).to(dtype).to(DEVICE)
+    out, _ = splitkv.merge(outs, torch.zeros(2, 4, 3, device=DEVICE))
+    assert same_bits(out, (outs.float().sum(dim=0) / 2).to(dtype))
+
+
 # Laws of attention.
 
 
