@@ -95,9 +95,14 @@ def visible(
     return sees
 
 
+def products(q: Tensor, k: Tensor) -> Tensor:
+    """Of q [q_len, num_q_heads, width] and k [tokens, num_kv_heads, width]: [q_len, num_kv_heads, group, tokens]."""
+    grouped = rearrange(q, "q (h g) d -> q h g d", h=k.shape[1])
+    return einsum(grouped, k, "q h g d, n h d -> q h g n")
+
+
 def attention_scores(
-    q: Tensor,
-    k: Tensor,
+    scores: Tensor,
     sees: Tensor,
     *,
     sm_scale: float,
@@ -106,26 +111,23 @@ def attention_scores(
     positions: Tensor | None = None,
     keys: Tensor | None = None,
 ) -> Tensor:
-    """[q_len, num_kv_heads, group_size, tokens] scores of one request in the dtype of q and k, -inf where not seen.
+    """Scores of one request from the products of its queries and keys, -inf where not seen.
 
-    Order of the rules: dot, sm_scale, softcap, ALiBi, mask.
+    Order of the rules: sm_scale, softcap, ALiBi, mask.
 
     Args:
-        q: [q_len, num_q_heads, head_dim].
-        k: [tokens, num_kv_heads, head_dim].
+        scores: [q_len, num_kv_heads, group_size, tokens] products.
         sees: [q_len, tokens] bool.
         sm_scale, softcap, alibi_slopes: As for `splitkv.decode`.
         positions, keys: [q_len] and [tokens] token indices, for ALiBi.
     """
-    num_kv_heads = k.shape[1]
-    grouped = rearrange(q, "q (h g) d -> q h g d", h=num_kv_heads)
-    scores = einsum(grouped, k, "q h g d, n h d -> q h g n") * sm_scale
+    scores = scores * sm_scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
         assert positions is not None and keys is not None
         distance = (positions[:, None] - keys[None, :]).abs().to(scores.dtype)
-        slopes = rearrange(alibi_slopes.to(scores.dtype), "(h g) -> h g", h=num_kv_heads)
+        slopes = rearrange(alibi_slopes.to(scores.dtype), "(h g) -> h g", h=scores.shape[1])
         scores = scores - einsum(slopes, distance, "h g, q n -> q h g n")
     return scores.masked_fill(~rearrange(sees, "q n -> q 1 1 n"), -math.inf)
 
@@ -136,7 +138,9 @@ def attend(
     """Attention of one request in the dtype of its inputs.
 
     Args:
-        q, k, sees, **rules: As for `attention_scores`.
+        q: [q_len, num_q_heads, head_dim].
+        k: [tokens, num_kv_heads, head_dim].
+        sees, **rules: As for `attention_scores`.
         v: [tokens, num_kv_heads, head_dim_v].
         sinks: As for `splitkv.decode`; they join the softmax denominator last.
 
@@ -144,7 +148,7 @@ def attend(
         out [q_len, num_q_heads, head_dim_v], lse [q_len, num_q_heads] (natural log, without the sink); 0 and -inf where
         nothing is seen.
     """
-    scores = attention_scores(q, k, sees, **rules)
+    scores = attention_scores(products(q, k), sees, **rules)
     lse = torch.logsumexp(scores, dim=-1)
     top = torch.where(lse == -math.inf, torch.zeros_like(lse), lse)
     weights = torch.exp(scores - top[..., None])

@@ -37,6 +37,7 @@ __all__ = [
     "expect_merge",
     "make_problem",
     "same_bits",
+    "same_computation",
     "unit_in_last_place",
 ]
 
@@ -204,13 +205,32 @@ def expect(q: Tensor, kv: KVView, **rules: Any) -> Expected:
     The same computation in PyTorch: products of operands of q's dtype summed in float32, softmax in float32, weights
     rounded to q's dtype before they meet the values, output rounded once. Operands are held in float32, exactly: every
     device sums in float32. The order of a sum is no part of the computation, and over few numbers its error is a matter
-    of luck, often 0: small calls are computed in several orders, and the largest error counts.
+    of luck, often 0: small calls are computed in several orders, and the largest error counts (`same_computation`).
 
     Args:
         q, kv, **rules: As for `splitkv.decode`, without workspace and outputs.
     """
 
-    generator = torch.Generator().manual_seed(0)
+    out, lse = reference.decode_with_lse(q, kv, dtype=torch.float64, **rules)
+    orders = 16 if out.numel() <= SMALL_CALL else 1
+    same = [same_computation(q, kv, order, **rules)[0] for order in range(orders)]
+    wide = q.dtype == torch.float32
+    return Expected.of(out, lse, same, lse_absolute=1e-5 if wide else 1e-2, lse_relative=1e-5 if wide else 0.0)
+
+
+def same_computation(q: Tensor, kv: KVView, order: int = 0, **rules: Any) -> tuple[Tensor, Tensor]:
+    """What decode computes, in PyTorch with operands in q's dtype and float32 softmax: what its error is measured by.
+
+    Args:
+        q, kv, **rules: As for `expect`.
+        order: In which order sums are taken: every number means another order of the tokens and of the head dimension.
+            Where it is odd, products of queries and keys are added one after another, as kernels on a GPU do; else as
+            this machine's matrix product does, which may keep several sums and then errs less.
+
+    Returns:
+        (out, lse): in q's dtype and in float32.
+    """
+    generator = torch.Generator().manual_seed(order)
 
     def shuffle(n: int) -> Tensor:
         return torch.randperm(n, generator=generator).to(q.device)
@@ -227,7 +247,15 @@ def expect(q: Tensor, kv: KVView, **rules: Any) -> Expected:
     ) -> tuple[Tensor, Tensor]:
         dims, tokens = shuffle(q32.shape[-1]), shuffle(k32.shape[0])
         q32, k32, v32 = q32[..., dims], k32[tokens][..., dims], v32[tokens]
-        scores = reference.attention_scores(q32, k32, sees[:, tokens], keys=keys[tokens], **more)
+        if order % 2:
+            q_by_dim = q32.view(len(q32), k32.shape[1], -1, 1, q32.shape[-1]).unbind(-1)
+            k_by_dim = k32.transpose(0, 1)[None, :, None].unbind(-1)
+            products = q_by_dim[0] * k_by_dim[0]
+            for q_d, k_d in zip(q_by_dim[1:], k_by_dim[1:], strict=True):
+                products.addcmul_(q_d, k_d)
+        else:
+            products = reference.products(q32, k32)
+        scores = reference.attention_scores(products, sees[:, tokens], keys=keys[tokens], **more)
         logits = scores
         if sinks is not None:
             sink = sinks.float().view(1, *scores.shape[1:3], 1).expand(*scores.shape[:3], 1)
@@ -237,12 +265,8 @@ def expect(q: Tensor, kv: KVView, **rules: Any) -> Expected:
         lse = torch.logsumexp(scores, dim=-1).flatten(1)
         return reference.weigh(weights.to(q.dtype).float(), v32), lse
 
-    out, lse = reference.decode_with_lse(q, kv, dtype=torch.float64, **rules)
-    orders = 8 if out.numel() <= SMALL_CALL else 1
     with _float32_products():
-        same = [reference.decode_with_lse(q, kv, attend=attend, **rules)[0] for _ in range(orders)]
-    wide = q.dtype == torch.float32
-    return Expected.of(out, lse, same, lse_absolute=1e-5 if wide else 1e-2, lse_relative=1e-5 if wide else 0.0)
+        return reference.decode_with_lse(q, kv, attend=attend, **rules)
 
 
 def expect_merge(outs: Tensor, lses: Tensor, *, sinks: Tensor | None = None) -> Expected:
@@ -584,6 +608,9 @@ class Problem:
 def make_problem(seed: int, *, device: torch.device | str = "cpu", **choices: Any) -> Problem:
     """A whole decode call, drawn from a seed: sizes, layout, strides, lengths, rules, dtypes and values.
 
+    >>> problem = make_problem(1, kind="csr", lens=(3, 90))
+    >>> problem.lens, problem.kv.k.shape[-1] == problem.q.shape[-1]
+    ([3, 90], True)
     >>> same_bits(make_problem(1, kind="csr").q, make_problem(1, kind="csr").q)
     True
 

@@ -18,8 +18,9 @@ hypothesis.settings.register_profile("dev", derandomize=False, deadline=None, pr
 hypothesis.settings.register_profile("few", derandomize=True, deadline=None, print_blob=True, max_examples=5)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # as many workers as cores: more threads would only wait for each other
+if not COMPILED:
+    # Tensors are small here, and threads that share a core with other work wait for each other at every operation.
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,8 +16,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import splitkv
+from splitkv import reference
 from splitkv.config import cdiv
-from splitkv.testing import Guarded, PoisonedWorkspace, Problem, expect_merge, make_problem, same_bits
+from splitkv.testing import (
+    Expected,
+    Guarded,
+    PoisonedWorkspace,
+    Problem,
+    expect_merge,
+    make_problem,
+    same_bits,
+    same_computation,
+)
 
 DEVICE = torch.device("cuda" if COMPILED else "cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -63,7 +73,7 @@ def attend(problem: Problem, garbage: str = "nan", **changes: object) -> Result:
 
 
 def partial_rows(problem: Problem, num_splits: int | None = None) -> int:
-    """How many rows of partials a problem with forced parts or fixed split tokens must leave, in plain arithmetic."""
+    """How many rows of partials a problem with forced parts or fixed split tokens needs, in plain arithmetic."""
     split_tokens, most = problem.config.split_tokens, problem.config.max_parts
     total = 0
     for n, q_len in zip(problem.lens, problem.q_lens, strict=True):
@@ -77,6 +87,12 @@ def partial_rows(problem: Problem, num_splits: int | None = None) -> int:
 
 def written_rows(result: Result) -> int:
     return int(result.scratch.written("partial_lse").sum())
+
+
+def assert_cut(result: Result, problem: Problem) -> None:
+    """With fixed split tokens there is a partial for every part of every tile that has several (and room for more)."""
+    needed, written = partial_rows(problem), written_rows(result)
+    assert written >= needed and (written > 0) == (needed > 0)
 
 
 # Against the reference.
@@ -187,7 +203,7 @@ def test_fixed_split_tokens_agree(problem, split_tokens, max_parts):
     config = dataclasses.replace(problem.config, split_tokens=split_tokens, max_parts=max_parts, max_splits=None)
     problem = dataclasses.replace(problem, config=config)
     result = attend(problem)
-    assert written_rows(result) == partial_rows(problem)
+    assert_cut(result, problem)
     problem.expected().check(result.out, result.lse, problem)
 
 
@@ -219,18 +235,28 @@ def test_merged_halves_are_the_whole(seed, dtype, edge):
         seed, device=DEVICE, dtype=dtype, kind="contiguous", lens=(60, 60), query="one", mask="full", window_left=None,
         kv_start=False, clamped=False, rows=False, alias_v=False, split_tokens=None, num_splits=2, **heads,
     )  # fmt: skip
-    outs, lses = [], []
-    for stretch in (slice(0, edge), slice(edge, 60)):
-        lens = torch.full((2,), stretch.stop - stretch.start, dtype=torch.int32, device=DEVICE)
+    halves = [slice(0, edge), slice(edge, 60)]
+
+    def half(stretch: slice, k: torch.Tensor, v: torch.Tensor) -> splitkv.ContiguousKV:
         # At least one token lies in the cache, also where none counts.
-        here = slice(stretch.start, max(stretch.stop, stretch.start + 1)) if stretch.start < 60 else slice(59, 60)
-        part = dataclasses.replace(problem, kv=splitkv.ContiguousKV(problem.kv.k[:, here], problem.kv.v[:, here], lens))
-        result = attend(part)
-        outs.append(result.out.float())
-        lses.append(result.lse)
-    out, lse = splitkv.merge(torch.stack(outs), torch.stack(lses))
-    # The partials were rounded to dtype once each, before they were weighed.
-    problem.expected().check(out.to(dtype), lse, problem)
+        first = min(stretch.start, 59)
+        here = slice(first, max(stretch.stop, first + 1))
+        lens = torch.full((2,), stretch.stop - stretch.start, dtype=torch.int32, device=DEVICE)
+        return splitkv.ContiguousKV(k[:, here], v[:, here], lens)
+
+    results = [attend(dataclasses.replace(problem, kv=half(stretch, problem.kv.k, problem.kv.v))) for stretch in halves]
+    outs, lses = torch.stack([result.out for result in results]), torch.stack([result.lse for result in results])
+    # The same computation in PyTorch rounds as often, each partial once and what they are merged to; in several orders.
+    same = []
+    for order in range(16):
+        parts = [
+            same_computation(problem.q, half(stretch, problem.kv.k, problem.kv.v), order, **problem.rules)
+            for stretch in halves
+        ]
+        same.append(reference.merge(*(torch.stack(each) for each in zip(*parts, strict=True)))[0])
+    whole = problem.expected()
+    expected = Expected.of(whole.out, whole.lse, same, whole.lse_absolute, whole.lse_relative)
+    expected.check(*splitkv.merge(outs, lses), problem)
 
 
 # Merging.
@@ -292,6 +318,14 @@ def test_merging_with_nothing_changes_no_bit(dtype, place, seed, rows, heads, wi
     assert same_bits(out, alone) and same_bits(lse, lses[0])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_are_rounded_to_nearest(dtype):
+    """Two partials of one weight: their mean is exact in float32, so that the bits of the result are known."""
+    outs = torch.randn(2, 4, 3, 64, generator=torch.Generator().manual_seed(5)).to(dtype).to(DEVICE)
+    out, _ = splitkv.merge(outs, torch.zeros(2, 4, 3, device=DEVICE))
+    assert same_bits(out, (outs.float().sum(dim=0) / 2).to(dtype))
+
+
 # Laws of attention.
 
 
@@ -318,13 +352,12 @@ def test_pages_elsewhere_change_no_bit(problem, kind, seed):
     assert attend(problem.relabelled(seed)).same_bits(attend(problem))
 
 
-@given(problem=problems(max_len=60), poison=st.sampled_from(["nan", "inf"]))
-@examples(8)
+@given(problem=problems(max_len=40, q_len=2), poison=st.sampled_from(["nan", "inf"]))
+@examples(5)
 def test_garbage_changes_no_bit(problem, poison):
     """Neither what slots hold that nothing sees, nor what the workspace held, nor a call before."""
     first = attend(problem)
-    for filling in ("garbage", "zero"):
-        assert attend(problem, garbage=filling).same_bits(first)
+    assert attend(problem, garbage="garbage").same_bits(first)
     dirty = make_problem(problem.seed, device=DEVICE, **{**problem.given, "poison": poison})
     clean = make_problem(problem.seed, device=DEVICE, **{**problem.given, "poison": "zero"})
     assert attend(dirty).same_bits(attend(clean))
@@ -351,7 +384,7 @@ def test_with_split_tokens_the_rest_of_the_batch_changes_no_bit(problem, order):
     alone = attend(problem)
     moved = problem.select(order)
     result = attend(moved)
-    assert written_rows(result) == partial_rows(moved)
+    assert_cut(result, moved)
     for name in ("out", "lse"):
         before, after = rows_of(problem, getattr(alone, name)), rows_of(moved, getattr(result, name))
         for place, b in enumerate(order):

@@ -14,7 +14,6 @@ from splitkv.kernels.primitives import (
     listed_shares,
     listed_weight,
     load_kv_range,
-    load_q_range,
     part_tokens,
     request_begin,
     request_work,
@@ -80,7 +79,8 @@ def merge_splits_kernel(
     offs_d = tl.program_id(2) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     d_mask = offs_d < HEAD_DIM_V
     if qo_indptr_ptr is not None:
-        # The request of a query token: the number of requests that end at or before it.
+        # The request of a query token: the number of requests that end at or before it. Rows before the first request's
+        # and past the last one's belong to none.
         b = 0
         for first in range(0, batch, BLOCK_B):
             offs_b = first + tl.arange(0, BLOCK_B)
@@ -88,7 +88,8 @@ def merge_splits_kernel(
             b += tl.sum((ends <= row_token).to(tl.int32), 0)
         out_row = row_token.to(tl.int64) * stride_out_token + head.to(tl.int64) * stride_out_head
         lse_row = row_token.to(tl.int64) * stride_lse_token + head.to(tl.int64) * stride_lse_head
-        if b >= batch:
+        q_first = tl.load(qo_indptr_ptr + tl.minimum(b, batch - 1), mask=batch > 0, other=0)
+        if (b >= batch) | (row_token < q_first):
             if DEPENDENT_LAUNCH:
                 gdc_wait()
                 gdc_launch_dependents()
@@ -130,9 +131,8 @@ def merge_splits_kernel(
             PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
         )  # fmt: skip
         weight = tile_weight(span, by_work, each, heaviest)
-    q_first, _ = load_q_range(b, True, qo_indptr_ptr, q_len, total_q)
     if qo_indptr_ptr is not None:
-        token = row_token - q_first
+        token = row_token - tl.maximum(q_first, 0)
     else:
         token = row_token % q_len
     tile_row = token * GROUP_SIZE + head % GROUP_SIZE
