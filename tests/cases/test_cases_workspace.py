@@ -232,7 +232,8 @@ def test_the_rest_of_the_batch(device, layout):
     assert parts == 5
     want, _ = splitkv.reference.decode_with_lse(q, view_of(layout, k, v, [300]), dtype=torch.float64)
     assert (alone_out - want[0]).norm() <= 2e-3 * want.norm()
-    repeats = list(itertools.islice(itertools.cycle(GARBAGE), 10))
+    # The interpreter runs programs in one order, always.
+    repeats = list(itertools.islice(itertools.cycle(GARBAGE), 10 if device.type == "cuda" else 3))
     for batch, place, garbage in [
         (2, 0, "nan"),
         (2, 1, "huge"),
