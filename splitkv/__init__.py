@@ -10,7 +10,7 @@ from splitkv.api import decode, decode_with_lse, merge, supports, warmup
 from splitkv.append import append_kv, move_kv
 from splitkv.config import Section, StepConfig, WorkspaceConfig
 from splitkv.kv import ContiguousKV, PagedKV, RaggedKV
-from splitkv.pool import PagePool
+from splitkv.pool import PagePool, PoolExhausted
 from splitkv.step import StepState
 from splitkv.work_list import Schedule
 from splitkv.workspace import Workspace
@@ -21,6 +21,7 @@ __all__ = [
     "ContiguousKV",
     "PagePool",
     "PagedKV",
+    "PoolExhausted",
     "RaggedKV",
     "Schedule",
     "Section",

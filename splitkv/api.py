@@ -203,7 +203,7 @@ def _attend(
         # Everything that plan_decode looks at, but for values that change with the same tensors. Numbers together with
         # their types: 1, 1.0 and True are equal, and not all of them are accepted.
         form = (
-            q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNED_BYTES,
+            q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNED_BYTES, q.is_neg(),
             kv.form, kv.k.data_ptr() % ALIGNED_BYTES, kv.v.data_ptr() % ALIGNED_BYTES,
             want_lse,
             sm_scale, sm_scale.__class__, causal, causal.__class__, window_left, window_left.__class__,
@@ -235,7 +235,9 @@ def _attend(
 
 def _form_of(tensor: Tensor) -> tuple[Hashable, ...]:
     """All that checks and constants depend on of a tensor."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNED_BYTES
+    return (
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNED_BYTES, tensor.is_neg(),
+    )  # fmt: skip
 
 
 def warmup(q: Tensor, kv: KVView, workspace: Workspace, **rules: Any) -> None:
@@ -662,6 +664,15 @@ def merge(
     lse_rows, lse_heads = _rows_and_heads("lse", lse.shape, lse.stride())
     head_dim_v = outs.shape[-1]
     block = min(128, max(16, next_power_of_2(head_dim_v)))
+    if head_dim_v > block:
+        # Several programs share a row then, and one could overwrite what another has yet to read.
+        read = {tensor.untyped_storage().data_ptr() for tensor in (outs, lses)}
+        for name, tensor in (("out", out), ("lse", lse)):
+            if tensor.untyped_storage().data_ptr() in read:
+                raise ValueError(
+                    f"{name}: expected memory apart from outs and lses where head_dim_v > {block}, given a tensor that "
+                    f"shares it (head_dim_v {head_dim_v})"
+                )
     Launch(
         kernel=merge_kernel,
         grid=(rows[0], heads[0], cdiv(head_dim_v, block)),

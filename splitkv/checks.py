@@ -42,6 +42,8 @@ def check_tensor(name: str, value: object) -> Tensor:
     """Raise TypeError unless `value` is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, given {type(value).__name__}")
+    if value.is_neg():
+        raise ValueError(f"{name}: expected numbers as they lie in memory, given a negated view (call resolve_neg())")
     return value
 
 

@@ -15,6 +15,8 @@ import splitkv
 COMMANDS = {
     "demo": ("splitkv.demo", "decode real and generated data here, and show how right and how fast it is"),
     "doctor": ("splitkv.doctor", "what was found here, what is wrong, and what decode would launch for given sizes"),
+    "bench": ("splitkv.bench.cli", "time decode here beside its peers and the limit of the memory"),
+    "tune": ("splitkv.bench.tune", "measure tile sizes on this GPU, for Workspace.allocate(..., tiles=...)"),
 }
 
 

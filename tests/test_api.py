@@ -396,3 +396,42 @@ def test_q_may_not_need_a_gradient_but_may_be_a_parameter_under_no_grad(device: 
     parameter = dataclasses.replace(problem, q=problem.q.clone().requires_grad_())
     with torch.no_grad():
         expect(problem.q, problem.kv, **problem.rules).check(*parameter.decode(parameter.workspace()))
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 3])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_number_that_is_none_in_a_seen_key_shows_in_the_output(device, num_splits, bad):
+    """It must not pass for a part without keys, which would drop the part and leave a plausible result."""
+    config = splitkv.WorkspaceConfig(1, 2, 1, 16, dtype=torch.float32)
+    k = torch.ones(1, 300, 1, 16, device=device)
+    k[0, 7, 0, 0] = bad
+    kv = splitkv.ContiguousKV(k, torch.ones_like(k), torch.tensor([300], dtype=torch.int32, device=device))
+    workspace = splitkv.Workspace.allocate(config, device)
+    q = torch.ones(1, 2, 16, device=device)
+    out, lse = splitkv.decode_with_lse(q, kv, workspace, num_splits=num_splits)
+    assert out.isnan().all() and lse.isnan().all()
+
+
+def test_a_wide_merge_refuses_to_overwrite_what_it_reads(device):
+    outs, lses = torch.ones(2, 3, 4, 256, device=device), torch.ones(2, 3, 4, device=device)
+    with pytest.raises(ValueError, match="out: expected memory apart from outs and lses"):
+        splitkv.merge(outs, lses, out=outs[0])
+    with pytest.raises(ValueError, match="lse: expected memory apart from outs and lses"):
+        splitkv.merge(outs, lses, lse=lses[1])
+    narrow = outs[..., :64].clone()
+    want = splitkv.merge(narrow, lses)
+    got = splitkv.merge(narrow, lses.clone(), out=narrow[0])
+    torch.testing.assert_close(got, want)
+
+
+def test_a_negated_view_is_refused(device):
+    config = splitkv.WorkspaceConfig(1, 2, 1, 16, dtype=torch.float32)
+    k = torch.ones(1, 8, 1, 16, device=device)
+    lens = torch.tensor([8], dtype=torch.int32, device=device)
+    workspace, kv = splitkv.Workspace.allocate(config, device), splitkv.ContiguousKV(k, k, lens)
+    q = torch.ones(1, 2, 16, device=device)
+    splitkv.decode(q, kv, workspace)
+    with pytest.raises(ValueError, match="q: expected numbers as they lie in memory"):
+        splitkv.decode(torch._neg_view(q), kv, workspace)
+    with pytest.raises(ValueError, match="k: expected numbers as they lie in memory"):
+        splitkv.ContiguousKV(torch._neg_view(k), k, lens)

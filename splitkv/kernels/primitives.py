@@ -384,7 +384,7 @@ def fold_partials(
         live = part < parts
         slot = tl.where(part == 0, first_slot, next_slot + part - 1).to(tl.int64)
         lse = tl.load(lse_ptr + slot * stride_lse_part, mask=live, other=float("-inf")).to(tl.float32)
-        keyed = live & (lse > float("-inf"))
+        keyed = live & (lse != float("-inf"))  # NaN is not without keys
         row_ptrs = out_ptr + slot[:, None] * stride_out_part + offs_d[None, :]
         if VECTOR > 1:
             row_ptrs = tl.multiple_of(row_ptrs, [1, VECTOR * out_ptr.dtype.element_ty.primitive_bitwidth // 8])
@@ -401,9 +401,9 @@ def fold_partials(
         top = new_top
     denominator = total
     if HAS_SINK:
-        denominator = total + tl.where(total > 0, tl.exp2((sink - finite_or_zero(top)) * LOG2E), 0.0)
-    out = acc / tl.where(denominator > 0, denominator, 1.0)
-    lse_out = tl.where(total > 0, top + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
+        denominator = total + tl.where(total != 0, tl.exp2((sink - finite_or_zero(top)) * LOG2E), 0.0)
+    out = acc / tl.where(denominator != 0, denominator, 1.0)
+    lse_out = tl.where(total != 0, top + tl.log(tl.where(total != 0, total, 1.0)), float("-inf"))
     return out, tl.max(lse_out, 0)
 
 

@@ -400,7 +400,7 @@ def split_decode_kernel(
 
         # Leave the result, or a partial for the merge.
         row_sum = tl.sum(column_sums, 1)
-        has_keys = row_sum > 0
+        has_keys = row_sum != 0  # not > 0: a NaN among the scores is a NaN in the result, not a row without keys
         lse = tl.where(has_keys, row_max * LN2 + tl.log(tl.where(has_keys, row_sum, 1.0)), float("-inf"))
         if (parts == 1) & (offset == 0):
             denominator = row_sum
