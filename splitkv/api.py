@@ -618,7 +618,8 @@ def merge(
             dimensions between the first and the heads lie evenly. What a partial of lse -inf holds is ignored.
         lses: [n, …, heads] float32, natural log.
         sinks: [heads] float32 or the dtype of outs: a logit per head that joins the denominator (not the returned lse).
-        out: [..., heads, head_dim_v] of the dtype of outs; made where None.
+        out: [..., heads, head_dim_v] of the dtype of outs; made where None. Where head_dim_v > 128, out and lse may not
+            share memory with outs or lses.
         lse: [..., heads] float32; made where None.
 
     Returns:
