@@ -98,26 +98,30 @@ def part_tokens(seq_len: int, split_tokens: int, max_parts: int) -> int:
     return split_tokens * max(cdiv(cdiv(seq_len, split_tokens), max_parts), 1)
 
 
-def tile_weight(span: int, by_work: bool, each: int, heaviest: int) -> int:
+def tile_weight(span: int, by_work: bool, each: int, heaviest: int, tile_cost: int) -> int:
     """Length of a tile on the axis.
 
-    >>> tile_weight(100, True, 3, 1000), tile_weight(100, False, 3, 1000)
-    (13, 3)
+    >>> tile_weight(100, True, 3, 1000, 16), tile_weight(100, False, 3, 1000, 16)
+    (15, 3)
     """
-    return min(max(cdiv(span, GRAIN), 1), heaviest) if by_work else each
+    return min(max(cdiv(span + tile_cost, GRAIN), 1), heaviest) if by_work else each
 
 
-def stretch(low: int, high: int, offset: int, taken: int, weight: int, by_work: bool) -> tuple[int, int]:
+def stretch(
+    low: int, high: int, offset: int, taken: int, weight: int, by_work: bool, tile_cost: int
+) -> tuple[int, int]:
     """(first, last) of the keys low…high that a stretch of a tile's length stands for.
 
-    >>> stretch(0, 100, 4, 9, 13, True), stretch(0, 100, 1, 1, 3, False)
-    ((32, 100), (33, 66))
+    >>> stretch(0, 100, 4, 11, 15, True, 16), stretch(0, 100, 1, 1, 3, False, 16)
+    ((16, 100), (34, 68))
     """
     visible = max(high - low, 0)
     if by_work:
-        last = visible if offset + taken == weight else min((offset + taken) * GRAIN, visible)
-        return low + min(offset * GRAIN, visible), low + last
-    return low + even_edge(offset, weight, visible), low + even_edge(offset + taken, weight, visible)
+        first = min(max(offset * GRAIN - tile_cost, 0), visible)
+        last = min(max((offset + taken) * GRAIN - tile_cost, 0), visible)
+        return low + first, low + (visible if offset + taken == weight else last)
+    length = cdiv(visible, weight)
+    return low + min(offset * length, visible), low + min((offset + taken) * length, visible)
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,7 @@ class Partition:
         heaviest: Most that a tile may weigh, so that the axis stays within 32 bits.
         min_chunk: Balanced: least tokens of a share.
         segment_cost: Balanced: what it costs to begin and end within tiles, in tokens.
+        tile_cost: Balanced: what it costs to begin another tile, in tokens.
         parts: FIXED_PARTS: parts of every tile. FIXED_TOKENS: most parts of a tile.
         split_tokens: FIXED_TOKENS: part edges are multiples of it.
         window_left: As for `splitkv.decode`; None: no window.
@@ -150,6 +155,7 @@ class Partition:
     heaviest: int = 2**30
     min_chunk: int = 1
     segment_cost: int = 0
+    tile_cost: int = 0
     parts: int = 1
     split_tokens: int = 1
     window_left: int | None = None
@@ -167,6 +173,7 @@ class Partition:
             heaviest=operands["heaviest"],
             min_chunk=constants["MIN_CHUNK"],
             segment_cost=constants["SEGMENT_COST"],
+            tile_cost=constants["TILE_COST"],
             parts=constants["PARTS"],
             split_tokens=constants["SPLIT_TOKENS"],
             window_left=operands["window_left"] if constants["HAS_WINDOW"] else None,
@@ -190,18 +197,21 @@ class Partition:
         tiles = sum(count for count, _ in work)
         if self.schedule != BALANCED:
             return Sharing(False, self.parts, 1, tiles * self.parts)
-        weight = sum(count * tile_weight(span, True, 1, self.heaviest) for count, span in work)
+        weight = sum(count * tile_weight(span, True, 1, self.heaviest, self.tile_cost) for count, span in work)
         longest = max((span for count, span in work if count > 0), default=0)
-        work_share = max(cdiv(weight, self.shares), self.min_chunk // GRAIN)
+        least = self.min_chunk // GRAIN
         each = min(max(self.shares // max(tiles, 1), 1), max(longest // self.min_chunk, 1))
         tile_share = cdiv(tiles * each, self.shares)
-        if tile_share * cdiv(longest, each) > work_share * GRAIN + self.segment_cost:
-            return Sharing(True, each, work_share, weight)
+        longest_program = tile_share * self.shares * (longest + each * self.tile_cost)
+        work_program = max(weight, self.shares * least) * GRAIN + self.shares * self.segment_cost
+        if longest_program > each * work_program:
+            return Sharing(True, each, max(cdiv(weight, self.shares), least), weight)
         return Sharing(False, each, tile_share, tiles * each)
 
     def weight(self, request: Request, sharing: Sharing) -> int:
         """Length on the axis of each of a request's tiles."""
-        return tile_weight(self.request_work(request)[1], sharing.by_work, sharing.each, self.heaviest)
+        span = self.request_work(request)[1]
+        return tile_weight(span, sharing.by_work, sharing.each, self.heaviest, self.tile_cost)
 
     def locate(self, position: int, requests: Sequence[Request], sharing: Sharing) -> tuple[int, int]:
         """The request at a position of the axis, and where it begins there; past it (their number, its length)."""
@@ -237,7 +247,7 @@ class Partition:
         """(low, high): the keys of a stretch of a tile; none where high ≤ low."""
         low, high = self.tile_range(request, tile)
         if self.schedule == BALANCED:
-            return stretch(low, high, offset, taken, weight, sharing.by_work)
+            return stretch(low, high, offset, taken, weight, sharing.by_work, self.tile_cost)
         if self.schedule == FIXED_PARTS:
             first = even_edge(offset, self.parts, request.seq_len)
             last = even_edge(offset + 1, self.parts, request.seq_len)

@@ -11,6 +11,7 @@ from operator import sub
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from splitkv import _interpreter, checks, masks
@@ -23,25 +24,37 @@ from splitkv.workspace import aligned_bytes, carve
 INT32_MAX = 2**31 - 1
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 STAGING_BUFFERS = 4
+COPIES_PER_BUFFER = 4
 BLOCK_T = 512
 
 HostIntegers = Sequence[int] | Tensor | Any
 """A list, tuple, range or array of integers, a NumPy array of integers, or an integer tensor on the CPU."""
 
 
+class StagingSlot:
+    """Host memory that one copy reads."""
+
+    def __init__(self, words: Tensor) -> None:
+        self.words, self.longs, self.address = words, words.view(torch.int64), words.data_ptr()
+        self.filled = self.longs[:0]  # the ids that the last copy took
+
+
 class StagingBuffer:
-    """Host memory that one copy at a time reads, pinned where there is a GPU, and the event of that copy's end."""
+    """Host memory for a few copies, pinned where there is a GPU, and the event of the last one's end.
+
+    One event for several copies, since recording one takes the host as long as half a copy.
+    """
 
     def __init__(self, words: int, device: torch.device) -> None:
+        words = align_up(words, 2)
         with torch.inference_mode(False):
-            self.words, self.pinned = _host_words(words, device)
-            self.longs = self.words.view(torch.int64)
-            self.filled = self.longs[:0]  # the ids that the last copy took
-        self.address = self.words.data_ptr()
+            memory, self.pinned = _host_words(COPIES_PER_BUFFER * words, device)
+            self.slots = [StagingSlot(memory[i * words :][:words]) for i in range(COPIES_PER_BUFFER)]
+        self.used = 0
         self.event: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def free(self) -> bool:
-        """Whether the last copy from here has run."""
+        """Whether the copies from here have run. Not asked while slots are being taken."""
         return self.event is None or bool(self.event.query())
 
 
@@ -73,10 +86,9 @@ class StepState:
 
     **Streams.** Everything is enqueued on the current stream of the state's device. Call `bind`, `fill_input_ids` and
     `advance` on the stream that runs the steps. The host may then prepare step N + 1 while N runs: its numbers lie in a
-    staging buffer of their own until the copy's turn comes, after everything of step N. On another stream the copy
-    could overwrite what step N still reads; order the streams by events where that cannot be avoided. There are four
-    staging buffers, so the host never waits for the device unless it is four copies ahead of it; the fifth waits for
-    the oldest.
+    memory of their own until the copy's turn comes, after everything of step N. On another stream the copy could
+    overwrite what step N still reads; order the streams by events where that cannot be avoided. There is memory for
+    sixteen copies, so the host never waits for the device unless it is twelve copies or more ahead of it.
 
     **Threads.** A state may be made on one thread and used on another, inside inference mode or outside; its buffers
     are plain tensors always. Use it from one thread at a time. The current stream is a thread's own.
@@ -138,7 +150,9 @@ class StepState:
             torch.arange(self.inc.numel(), out=self.inc, device=self.device)
             torch.arange(self.arange.numel(), out=self.arange, device=self.device)
         self._staging = [StagingBuffer(config.staged_words, self.device) for _ in range(STAGING_BUFFERS)]
-        self._next_staging = 0
+        self._staging_index = 0
+        self._raw_stream: int | None = None
+        self._stream: Any = None
         with torch.inference_mode(False):
             self._input_view = self.input_ids[:0]
         self._prepare()
@@ -249,23 +263,38 @@ class StepState:
 
     # Staging.
 
-    def _acquire(self) -> StagingBuffer:
-        """A staging buffer whose last copy has run; waits for the oldest copy only where all are in flight."""
-        for _ in self._staging:
-            buffer = self._staging[self._next_staging]
-            self._next_staging = (self._next_staging + 1) % len(self._staging)
-            if buffer.free():
-                return buffer
-        buffer = self._staging[self._next_staging]
-        self._next_staging = (self._next_staging + 1) % len(self._staging)
-        assert buffer.event is not None
-        buffer.event.synchronize()
-        return buffer
+    def _acquire(self) -> StagingSlot:
+        """Memory that no copy in flight reads. The copy must be sent to the stream that is current now."""
+        buffer = self._staging[self._staging_index]
+        if self.device.type == "cuda":
+            raw_stream = triton.runtime.driver.active.get_current_stream(self.device.index)
+            if raw_stream != self._raw_stream:
+                if buffer.used:  # its copies so far went elsewhere
+                    buffer = self._close(buffer)
+                self._raw_stream, self._stream = raw_stream, torch.cuda.current_stream(self.device)
+        if buffer.used == COPIES_PER_BUFFER:
+            buffer = self._close(buffer)
+        slot = buffer.slots[buffer.used]
+        buffer.used += 1
+        return slot
 
-    def _send(self, buffer: StagingBuffer, source: Tensor, target: Tensor) -> None:
-        target.copy_(source, non_blocking=buffer.event is not None)
+    def _close(self, buffer: StagingBuffer) -> StagingBuffer:
+        """Mark the end of a buffer's copies; the next one whose copies have run.
+
+        Waits for the oldest only where all are in flight.
+        """
         if buffer.event is not None:
-            buffer.event.record(torch.cuda.current_stream(self.device))
+            buffer.event.record(self._stream)
+        count = len(self._staging)
+        order = [(self._staging_index + 1 + i) % count for i in range(count)]
+        index = next((i for i in order if self._staging[i].free()), order[0])
+        if not (chosen := self._staging[index]).free():
+            chosen.event.synchronize()
+        self._staging_index, chosen.used = index, 0
+        return chosen
+
+    def _send(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source, non_blocking=self.device.type == "cuda")
 
     def _refuse_capture(self, name: str) -> None:
         if self.device.type != "cuda":
@@ -384,14 +413,14 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
         updates_at = len(words)
         words += update_words
         tokens_at, end = -1, len(words)
-        buffer = self._acquire()
-        ctypes.memmove(buffer.address, words.buffer_info()[0], 4 * end)
+        slot = self._acquire()
+        ctypes.memmove(slot.address, words.buffer_info()[0], 4 * end)
         if ids is not None:
             start = align_up(end, 2)
             tokens_at, end = start // 2, start + 2 * total_q
             if total_q:
-                ctypes.memmove(buffer.address + 4 * start, ids.address, 8 * total_q)
-        self._send(buffer, buffer.words[:end], self.staged[:end])
+                ctypes.memmove(slot.address + 4 * start, ids.address, 8 * total_q)
+        self._send(slot.words[:end], self.staged[:end])
         if updates:
             row_stride = self.page_table.stride(0)
             programs = cdiv(updates, BLOCK_T) + fresh
@@ -519,11 +548,11 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
             view = self._input_view = self.input_ids[: source.count]
         if source.count:
             self._refuse_capture("fill_input_ids")
-            buffer = self._acquire()
-            ctypes.memmove(buffer.address, source.address, 8 * source.count)
-            if buffer.filled.shape[0] != source.count:
-                buffer.filled = buffer.longs[: source.count]
-            self._send(buffer, buffer.filled, view)
+            slot = self._acquire()
+            ctypes.memmove(slot.address, source.address, 8 * source.count)
+            if slot.filled.shape[0] != source.count:
+                slot.filled = slot.longs[: source.count]
+            self._send(slot.filled, view)
         return view
 
     def fill_input_ids_from_device(self, tokens: Tensor) -> Tensor:

@@ -67,6 +67,7 @@ class Tiles:
         programs_per_sm: Programs that are in flight on one multiprocessor.
         min_chunk: Least tokens of a part, below which cutting costs more than it gains.
         segment_cost: What it costs a program to begin and end within tiles, in tokens that it could attend meanwhile.
+        tile_cost: What it costs a program to begin another tile, in such tokens; a multiple of 8.
         max_registers: Registers per thread that the compiler may use, so that programs_per_sm fit; 0 leaves it the
             choice.
     """
@@ -77,6 +78,7 @@ class Tiles:
     programs_per_sm: int
     min_chunk: int
     segment_cost: int = 128
+    tile_cost: int = 0
     max_registers: int = 0
 
 

@@ -152,6 +152,7 @@ class CallForm:
             PARTS=parts,
             MIN_CHUNK=tiles.min_chunk,
             SEGMENT_COST=tiles.segment_cost,
+            TILE_COST=tiles.tile_cost,
             DEPENDENT_LAUNCH=target.dependent_launch,
             HAS_WINDOW=self.has_window,
             BLOCK_B=1 if batch <= 1 else 16 if batch <= 16 else 64 if batch <= 64 else 256,

@@ -124,6 +124,7 @@ class Schedule:
                 BLOCK_M=rows,
                 MIN_CHUNK=tiles.min_chunk,
                 SEGMENT_COST=tiles.segment_cost,
+                TILE_COST=tiles.tile_cost,
                 BLOCK_B=256,
             ),
             num_warps=4,

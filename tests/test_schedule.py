@@ -60,6 +60,7 @@ def partitions(draw: st.DrawFn, batch: list[Request]) -> Partition:
         heaviest=draw(st.sampled_from([2**20, 2**20, 3, 1])),
         min_chunk=draw(st.sampled_from([1, 16, 64])),
         segment_cost=draw(st.sampled_from([0, 128, 100_000])),
+        tile_cost=draw(st.sampled_from([0, 64])),
         parts=draw(st.integers(1, 9)),
         split_tokens=draw(st.integers(1, 100)),
         window_left=draw(st.one_of(st.none(), st.integers(0, 100))),
@@ -148,8 +149,9 @@ def test_balanced_shares_are_about_equally_long(case: tuple[list[Request], Parti
     for each in partition.stretches(batch):
         loads[each.share] += each.tokens
     work = [partition.request_work(request) for request in batch]
-    mean = sum(tiles * max(-(-span // GRAIN), 1) for tiles, span in work) * GRAIN / partition.shares
-    assert max(loads) <= max(mean + GRAIN, partition.min_chunk) + partition.segment_cost
+    weights = [tiles * max(-(-(span + partition.tile_cost) // GRAIN), 1) for tiles, span in work]
+    mean = sum(weights) * GRAIN / partition.shares
+    assert max(loads) <= max(mean + GRAIN, partition.min_chunk) + partition.segment_cost + 1
 
 
 @given(CASES, st.sampled_from([FIXED_PARTS, FIXED_TOKENS]))
@@ -231,6 +233,7 @@ def shares_kernel(
     PARTS: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
     SEGMENT_COST: tl.constexpr,
+    TILE_COST: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
     """Calls the device functions of the schedule.
@@ -246,7 +249,7 @@ def shares_kernel(
     by_work, each, share, total = choose_shares(
         batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, shares,
         heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, SCHEDULE, PARTS, MIN_CHUNK,
-        SEGMENT_COST, BLOCK_B,
+        SEGMENT_COST, TILE_COST, BLOCK_B,
     )  # fmt: skip
     if index == 0:
         tl.store(chosen_ptr, by_work)
@@ -256,7 +259,7 @@ def shares_kernel(
     request, begin = locate(
         tl.load(places_ptr + index), batch, by_work, each, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity,
         q_len, total_q, window_left, heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
-        BLOCK_B,
+        TILE_COST, BLOCK_B,
     )  # fmt: skip
     tl.store(found_ptr + 2 * index, request)
     tl.store(found_ptr + 2 * index + 1, begin)
@@ -266,9 +269,9 @@ def shares_kernel(
             PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
         )  # fmt: skip
         start, seq_len, _ = load_kv_range(index, True, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE, KV_KIND)
-        weight = tile_weight(span, by_work, each, heaviest)
+        weight = tile_weight(span, by_work, each, heaviest, TILE_COST)
         offset = weight // 2
-        low, high = stretch(start, seq_len, offset, weight - offset, weight, by_work)
+        low, high = stretch(start, seq_len, offset, weight - offset, weight, by_work, TILE_COST)
         tl.store(work_ptr + 5 * index, tiles)
         tl.store(work_ptr + 5 * index + 1, span)
         tl.store(work_ptr + 5 * index + 2, weight)
@@ -328,6 +331,7 @@ def test_kernels_share_the_work_as_the_plain_arithmetic_does(
         PARTS=partition.parts,
         MIN_CHUNK=partition.min_chunk,
         SEGMENT_COST=partition.segment_cost,
+        TILE_COST=partition.tile_cost,
         BLOCK_B=4,  # so that the prefix sum crosses blocks
     )
     assert chosen.tolist() == [int(sharing.by_work), *sharing[1:]]
@@ -336,7 +340,8 @@ def test_kernels_share_the_work_as_the_plain_arithmetic_does(
     for request in batch:
         weight = partition.weight(request, sharing)
         offset = weight // 2
-        keys = stretch_plain(request.kv_start, request.seq_len, offset, weight - offset, weight, sharing.by_work)
+        part = (offset, weight - offset, weight, sharing.by_work, partition.tile_cost)
+        keys = stretch_plain(request.kv_start, request.seq_len, *part)
         plain.append([*partition.request_work(request), weight, *keys])
     assert work.tolist() == plain
 

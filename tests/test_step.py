@@ -613,7 +613,10 @@ class Copying:
     """The event of a copy that has not run."""
 
     def __init__(self) -> None:
-        self.waited = False
+        self.waited, self.recorded = False, 0
+
+    def record(self, stream: object) -> None:
+        self.recorded += 1
 
     def query(self) -> bool:
         return self.waited
@@ -624,16 +627,25 @@ class Copying:
 
 def test_a_staging_buffer_in_use_is_not_written(device: torch.device) -> None:
     state, _ = make(device, StepConfig(2), [[0]], 4)
-    events = [Copying() for _ in state._staging]
-    for staging, event in zip(state._staging, events, strict=True):
+    buffers = state._staging
+
+    def take() -> tuple[int, int]:
+        """Buffer and slot that the next copy gets."""
+        slot = state._acquire()
+        return next((i, each.slots.index(slot)) for i, each in enumerate(buffers) if slot in each.slots)
+
+    events = [Copying() for _ in buffers]
+    for staging, event in zip(buffers, events, strict=True):
         staging.event = event
-    events[0].waited = events[2].waited = True
-    assert [state._staging.index(state._acquire()) for _ in range(3)] == [0, 2, 0]
-    for event in events:
-        event.waited = False
+    events[2].waited = True
+    each = step_module.COPIES_PER_BUFFER
+    assert [take() for _ in range(each)] == [(0, slot) for slot in range(each)]
+    assert [take() for _ in range(each)] == [(2, slot) for slot in range(each)]  # 1 is in use
+    assert events[0].recorded == 1 and not events[2].recorded
     # All are in flight: wait for the oldest, and for no other.
-    assert state._staging.index(state._acquire()) == 1
-    assert [event.waited for event in events] == [False, True, False, False]
+    events[2].waited = False
+    assert take() == (3, 0)
+    assert [event.waited for event in events] == [False, False, False, True]
 
 
 def test_default_device_and_dtype_do_not_matter(device: torch.device) -> None:
@@ -895,14 +907,33 @@ def test_the_next_step_is_prepared_while_this_one_waits(device: torch.device) ->
 
 
 @pytest.mark.gpu
-def test_a_fifth_copy_waits_for_the_first(device: torch.device) -> None:
+def test_copies_far_ahead_of_the_device_wait(device: torch.device) -> None:
     state, _ = make(device, StepConfig(4), [[0]], 4)
-    views = torch.empty(9, 4, dtype=torch.int64, device=device)
+    copies = 3 * step_module.STAGING_BUFFERS * step_module.COPIES_PER_BUFFER
+    views = torch.empty(copies, 4, dtype=torch.int64, device=device)
     torch.cuda.synchronize()
     torch.cuda._sleep(HELD_CYCLES // 10)
-    for n in range(9):
+    for n in range(copies):
         views[n].copy_(state.fill_input_ids([n, n + 1, n + 2, n + 3]))
-    assert views.tolist() == [[n, n + 1, n + 2, n + 3] for n in range(9)]
+    assert views.tolist() == [[n, n + 1, n + 2, n + 3] for n in range(copies)]
+
+
+@pytest.mark.gpu
+def test_copies_of_several_streams_are_each_waited_for(device: torch.device) -> None:
+    """A slot is taken again only once its copy ran, on whichever stream that was."""
+    state, _ = make(device, StepConfig(4), [[0]], 4)
+    copies = 3 * step_module.STAGING_BUFFERS * step_module.COPIES_PER_BUFFER
+    views = torch.empty(copies, 4, dtype=torch.int64, device=device)
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    torch.cuda.synchronize()
+    for n in range(copies):
+        with torch.cuda.stream(streams[n // 3 % 2]):
+            if n % 3 == 0:
+                streams[n // 3 % 2].wait_stream(streams[1 - n // 3 % 2])
+                torch.cuda._sleep(HELD_CYCLES // 100)
+            views[n].copy_(state.fill_input_ids([n, n + 1, n + 2, n + 3]))
+    torch.cuda.synchronize()
+    assert views.tolist() == [[n, n + 1, n + 2, n + 3] for n in range(copies)]
 
 
 @pytest.mark.gpu

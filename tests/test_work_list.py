@@ -64,7 +64,7 @@ def test_the_list_is_what_decode_reads(device: torch.device) -> None:
     written = []
     for weights in ((1, 1, 1, 1, 1, 1), (1, 40, 1, 1, 1, 1)):
         begins = torch.tensor((0, *weights), dtype=torch.int32).cumsum(0)
-        schedule.buffer[:HEADER] = torch.tensor((0, 1, 1), dtype=torch.int32)
+        schedule.buffer[:HEADER] = torch.tensor((1, 1, 1), dtype=torch.int32)
         schedule.buffer[HEADER:] = begins.to(torch.int32)
         workspace.partial_lse.fill_(torch.nan)
         splitkv.decode(torch.ones(BATCH, HEADS, DIM, device=device), kv, workspace)

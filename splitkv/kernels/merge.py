@@ -58,6 +58,7 @@ def merge_splits_kernel(
     PARTS: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
     SEGMENT_COST: tl.constexpr,
+    TILE_COST: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     RIGHT_BOUND: tl.constexpr,
@@ -113,24 +114,24 @@ def merge_splits_kernel(
     # Where on the axis lies its tile, and by how many shares is it cut? The same arithmetic as in split_decode_kernel.
     if list_ptr is not None:
         tiles_each = tl.cdiv(q_len * GROUP_SIZE, BLOCK_M)
-        _, _, share, _ = listed_shares(list_ptr, batch, tiles_each, shares)
+        by_work, each, share, _ = listed_shares(list_ptr, batch, tiles_each, shares)
         begin = tl.load(list_ptr + LIST_HEADER + b) * tiles_each
-        weight = listed_weight(list_ptr, b)
+        weight = listed_weight(list_ptr, b, by_work, each)
     else:
         by_work, each, share, _ = choose_shares(
             batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, shares,
             heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, SCHEDULE, PARTS, MIN_CHUNK,
-            SEGMENT_COST, BLOCK_B,
+            SEGMENT_COST, TILE_COST, BLOCK_B,
         )  # fmt: skip
         begin = request_begin(
             b, by_work, each, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
-            heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, BLOCK_B,
+            heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, TILE_COST, BLOCK_B,
         )  # fmt: skip
         _, span = request_work(
             b, True, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
             PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
         )  # fmt: skip
-        weight = tile_weight(span, by_work, each, heaviest)
+        weight = tile_weight(span, by_work, each, heaviest, TILE_COST)
     if qo_indptr_ptr is not None:
         token = row_token - tl.maximum(q_first, 0)
     else:
@@ -150,6 +151,11 @@ def merge_splits_kernel(
             parts = PARTS
         first_slot = begin
         next_slot = begin + 1
+    # A program that has nothing to merge makes room at once, but for the first: the grid must not end, and let the next
+    # kernel begin, before split_decode_kernel has ended.
+    is_first = (tl.program_id(0) == 0) & (head == 0) & (tl.program_id(2) == 0)
+    if (parts == 1) & (not is_first):
+        return
     if DEPENDENT_LAUNCH:
         # Lengths were final before split_decode_kernel began; partials are there once it has ended.
         gdc_wait()

@@ -104,13 +104,13 @@ def request_work(
 
 
 @triton.jit
-def tile_weight(span, by_work, each, heaviest):
-    """Length of a tile on the axis: its keys in grains where shares follow the work, else `each`, the same for all.
+def tile_weight(span, by_work, each, heaviest, TILE_COST: tl.constexpr):
+    """Length of a tile on the axis: its keys and its own cost in grains where shares follow the work, else `each`.
 
     At least 1, so that the rows of a tile without keys are written too. At most `heaviest`, with which the axis stays
     within 32 bits; a weight that is too small costs balance only.
     """
-    grains = clamp(tl.cdiv(span, GRAIN), 1, heaviest)
+    grains = clamp(tl.cdiv(span + TILE_COST, GRAIN), 1, heaviest)
     return tl.where(by_work, grains, each)
 
 
@@ -137,6 +137,7 @@ def choose_shares(
     PARTS: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
     SEGMENT_COST: tl.constexpr,
+    TILE_COST: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
     """How this batch is shared: (by_work, each, share, length of the axis), from one pass over its lengths.
@@ -145,6 +146,9 @@ def choose_shares(
     tile, or several whole tiles. Uneven lengths: shares of equal work, wherever they begin and end. The latter is
     always balanced, but a program then begins and ends within tiles, which costs about SEGMENT_COST tokens and a merge;
     so it is taken where the longest program of the former would take longer than that.
+
+    Every program waits for this before it can ask for its first keys, and a division takes as long as fifty additions:
+    what depends on lengths is therefore decided by products, in 64 bits, and divided only where it must be.
     """
     if qo_indptr_ptr is None:
         tiles_sum = batch * tl.cdiv(q_len * GROUP_SIZE, BLOCK_M)
@@ -161,21 +165,31 @@ def choose_shares(
                 PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
             )  # fmt: skip
             tiles_seen += tiles
-            work_seen += tiles * tile_weight(span, True, 1, heaviest)
+            work_seen += tiles * tile_weight(span, True, 1, heaviest, TILE_COST)
             longest_seen = tl.maximum(longest_seen, tl.where(tiles > 0, span, 0))
         if qo_indptr_ptr is not None:
             tiles_sum = tl.sum(tiles_seen, 0)
         if SCHEDULE != BALANCED:
             by_work, each, share, total = False, PARTS, 1, tiles_sum * PARTS
         else:
+            # As many parts per tile as there are shares for, or fewer where they would be too short; in the latter case
+            # there are more shares than parts.
+            most = tl.maximum(shares // tl.maximum(tiles_sum, 1), 1)
+            most_share = tl.cdiv(tiles_sum * most, shares)
             work = tl.sum(work_seen, 0)
             longest = tl.max(longest_seen, 0)
-            work_share = tl.maximum(tl.cdiv(work, shares), MIN_CHUNK // GRAIN)
-            each = clamp(shares // tl.maximum(tiles_sum, 1), 1, tl.maximum(longest // MIN_CHUNK, 1))
-            tile_share = tl.cdiv(tiles_sum * each, shares)
-            by_work = tile_share * tl.cdiv(longest, each) > work_share * GRAIN + SEGMENT_COST
-            share = tl.where(by_work, work_share, tile_share)
-            total = tl.where(by_work, work, tiles_sum * each)
+            each = tl.minimum(most, tl.maximum(longest // MIN_CHUNK, 1))
+            tile_share = tl.where(each == most, most_share, 1)
+            # Is longest / each + TILE_COST, tile_share times, more than the tokens of a share of the work?
+            longest_program = tile_share.to(tl.int64) * shares * (longest + each * TILE_COST)
+            work_program = tl.maximum(work.to(tl.int64), shares * (MIN_CHUNK // GRAIN)) * GRAIN + shares * SEGMENT_COST
+            by_work = longest_program > each * work_program
+            if by_work:
+                share = tl.maximum(tl.cdiv(work, shares), MIN_CHUNK // GRAIN)
+                total = work
+            else:
+                share = tile_share
+                total = tiles_sum * each
     return by_work, each, share, total
 
 
@@ -193,26 +207,39 @@ def listed_shares(list_ptr, batch, tiles_each, shares):
     the batch or its tiles outgrew those of the list, so that `shares` of them still hold the axis.
     """
     total = tl.load(list_ptr + LIST_HEADER + batch) * tiles_each
-    share = tl.maximum(tl.load(list_ptr + 2), tl.cdiv(total, shares))
+    share = tl.load(list_ptr + 2)
+    if share.to(tl.int64) * shares < total:
+        share = tl.cdiv(total, shares)
     return tl.load(list_ptr) != 0, tl.load(list_ptr + 1), share, total
 
 
 @triton.jit
-def listed_request(list_ptr, place, batch, tiles_each, BLOCK_B: tl.constexpr):
+def listed_request(list_ptr, place, batch, tiles_each, by_work, each, BLOCK_B: tl.constexpr):
     """As locate, from a work list."""
     request = 0
-    for first in range(0, batch, BLOCK_B):
-        b = first + tl.arange(0, BLOCK_B)
-        live = b < batch
-        ends = tl.load(list_ptr + LIST_HEADER + 1 + b, mask=live, other=0) * tiles_each
-        request += tl.sum((live & (ends <= place)).to(tl.int32), 0)
-    return request, tl.load(list_ptr + LIST_HEADER + request) * tiles_each
+    begin = 0
+    if by_work:
+        for first in range(0, batch, BLOCK_B):
+            b = first + tl.arange(0, BLOCK_B)
+            live = b < batch
+            ends = tl.load(list_ptr + LIST_HEADER + 1 + b, mask=live, other=0) * tiles_each
+            request += tl.sum((live & (ends <= place)).to(tl.int32), 0)
+        begin = tl.load(list_ptr + LIST_HEADER + request) * tiles_each
+    else:
+        # All requests are equally long on the axis.
+        length = tiles_each * each
+        request = place // length
+        begin = request * length
+    return request, begin
 
 
 @triton.jit
-def listed_weight(list_ptr, request):
+def listed_weight(list_ptr, request, by_work, each):
     """As tile_weight, from a work list."""
-    return tl.load(list_ptr + LIST_HEADER + 1 + request) - tl.load(list_ptr + LIST_HEADER + request)
+    weight = each
+    if by_work:
+        weight = tl.load(list_ptr + LIST_HEADER + 1 + request) - tl.load(list_ptr + LIST_HEADER + request)
+    return weight
 
 
 @triton.jit
@@ -236,6 +263,7 @@ def locate(
     BLOCK_M: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     RIGHT_BOUND: tl.constexpr,
+    TILE_COST: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
     """The request at a place on the axis, and where it begins there."""
@@ -256,7 +284,7 @@ def locate(
                 b, live, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
                 PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
             )  # fmt: skip
-            lengths = tiles * tile_weight(span, by_work, each, heaviest)
+            lengths = tiles * tile_weight(span, by_work, each, heaviest, TILE_COST)
             ends = end + tl.cumsum(lengths, 0)
             earlier = live & (ends <= place)
             request += tl.sum(earlier.to(tl.int32), 0)
@@ -285,6 +313,7 @@ def request_begin(
     BLOCK_M: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     RIGHT_BOUND: tl.constexpr,
+    TILE_COST: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
     """Where a request begins on the axis: the length of all before it."""
@@ -299,7 +328,7 @@ def request_begin(
                 b, live, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
                 PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
             )  # fmt: skip
-            begin += tl.sum(tiles * tile_weight(span, by_work, each, heaviest), 0)
+            begin += tl.sum(tiles * tile_weight(span, by_work, each, heaviest, TILE_COST), 0)
     return begin
 
 

@@ -16,6 +16,7 @@ from splitkv.kernels.primitives import (
     LOG2E,
     PAGED,
     choose_shares,
+    clamp,
     even_edge,
     finite_or_zero,
     listed_request,
@@ -33,19 +34,21 @@ from splitkv.kernels.primitives import (
 
 
 @triton.jit
-def stretch(low, high, offset, taken, weight, by_work):
+def stretch(low, high, offset, taken, weight, by_work, TILE_COST: tl.constexpr):
     """The keys of low…high that a stretch of a tile's length on the axis stands for.
 
-    By work, a step is a grain of keys, and the tile's last stretch takes all that is left, should it have weighed less
-    than its keys; else the keys are cut evenly. Either way neighbouring stretches meet and together they are low…high.
+    By work, a step is a grain of keys, after those that stand for the tile's own cost, and the tile's last stretch
+    takes all that is left, should it have weighed less than its keys; else the keys are cut into equal lengths, of
+    which the last may be shorter. Either way neighbouring stretches meet and together they are low…high.
     """
     visible = tl.maximum(high - low, 0)
     if by_work:
-        first = tl.minimum(offset * GRAIN, visible)
-        last = tl.where(offset + taken == weight, visible, tl.minimum((offset + taken) * GRAIN, visible))
+        first = clamp(offset * GRAIN - TILE_COST, 0, visible)
+        last = tl.where(offset + taken == weight, visible, clamp((offset + taken) * GRAIN - TILE_COST, 0, visible))
     else:
-        first = even_edge(offset, weight, visible)
-        last = even_edge(offset + taken, weight, visible)
+        length = tl.cdiv(visible, weight)
+        first = tl.minimum(offset * length, visible)
+        last = tl.minimum((offset + taken) * length, visible)
     return low + first, low + last
 
 
@@ -131,6 +134,7 @@ def split_decode_kernel(
     PARTS: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
     SEGMENT_COST: tl.constexpr,
+    TILE_COST: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
     MULTI_TOKEN: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -180,32 +184,36 @@ def split_decode_kernel(
         by_work, each, share, total = choose_shares(
             batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, shares,
             heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, SCHEDULE, PARTS, MIN_CHUNK,
-            SEGMENT_COST, BLOCK_B,
+            SEGMENT_COST, TILE_COST, BLOCK_B,
         )  # fmt: skip
     place = share_id * share
     stop = tl.minimum(place + share, total)
     while place < stop:
         # Which request, tile and stretch of it lie at this place of the axis?
         if list_ptr is not None:
-            b, begin = listed_request(list_ptr, place, batch, tiles_each, BLOCK_B)
-            weight = listed_weight(list_ptr, b)
+            b, begin = listed_request(list_ptr, place, batch, tiles_each, by_work, each, BLOCK_B)
+            weight = listed_weight(list_ptr, b, by_work, each)
         else:
             b, begin = locate(
                 place, batch, by_work, each, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len,
                 total_q, window_left, heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
-                BLOCK_B,
+                TILE_COST, BLOCK_B,
             )  # fmt: skip
             _, span = request_work(
                 b, True, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
                 PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
             )  # fmt: skip
-            weight = tile_weight(span, by_work, each, heaviest)
+            weight = tile_weight(span, by_work, each, heaviest, TILE_COST)
         start, seq_len, pool_first = load_kv_range(
             b, True, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE, KV_KIND
         )
         q_first, q_tokens = load_q_range(b, True, qo_indptr_ptr, q_len, total_q)
-        tile = (place - begin) // weight
-        offset = (place - begin) % weight
+        if MULTI_TOKEN or GROUP_SIZE > BLOCK_M:
+            tile = (place - begin) // weight
+            offset = (place - begin) % weight
+        else:  # its only one
+            tile = 0
+            offset = place - begin
         taken = tl.minimum(weight - offset, stop - place)
 
         # Which keys may its rows see? Row r stands at position p = seq_len - q_tokens + token.
@@ -234,7 +242,7 @@ def split_decode_kernel(
             high = tl.minimum(high, even_edge(offset + 1, PARTS, seq_len))
         else:
             parts = tl.where(taken == weight, 1, 2)
-            low, high = stretch(low, high, offset, taken, weight, by_work)
+            low, high = stretch(low, high, offset, taken, weight, by_work, TILE_COST)
 
         # Queries.
         offs_n = tl.arange(0, BLOCK_N)

@@ -23,6 +23,7 @@ def work_list_kernel(
     BLOCK_M: tl.constexpr,
     MIN_CHUNK: tl.constexpr,
     SEGMENT_COST: tl.constexpr,
+    TILE_COST: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
     """Share a batch as split_decode_kernel would, and write down where each request begins.
@@ -34,7 +35,8 @@ def work_list_kernel(
     """
     by_work, each, share, _total = choose_shares(
         batch, lens_ptr, indptr_ptr, kv_start_ptr, None, capacity, 1, batch, 0, shares, heaviest, PAGE_SIZE, KV_KIND,
-        GROUP_SIZE, BLOCK_M, False, True, 0, 1, MIN_CHUNK, SEGMENT_COST, BLOCK_B,
+        GROUP_SIZE, BLOCK_M, False, True, 0, 1, MIN_CHUNK, SEGMENT_COST, TILE_COST,
+        BLOCK_B,
     )  # fmt: skip
     tl.store(list_ptr, by_work.to(tl.int32))
     tl.store(list_ptr + 1, each)
@@ -47,6 +49,6 @@ def work_list_kernel(
             b, b < batch, lens_ptr, indptr_ptr, kv_start_ptr, None, capacity, 1, batch, 0,
             PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, False, True,
         )  # fmt: skip
-        weights = tl.where(b < rows, tile_weight(span, by_work, each, heaviest), 0)
+        weights = tl.where(b < rows, tile_weight(span, by_work, each, heaviest, TILE_COST), 0)
         tl.store(list_ptr + LIST_HEADER + 1 + b, begin + tl.cumsum(weights, 0), mask=b < rows)
         begin += tl.sum(weights, 0)
