@@ -494,6 +494,7 @@ def plan_decode(
         has_tree=tree_mask is not None,
         num_splits=num_splits,
         listed_tiles=list_capacity,
+        len_hint=kv.len_hint,
         widen=_widen(config.dtype),
     )
     q_tiles = form.q_tiles(batch, total_q, kv_vector)

@@ -131,6 +131,7 @@ class KVView:
             self.max_batch,
             self.rows is None,
             self.kv_start is None,
+            self.len_hint,
             # Which of a schedule's limits a call keeps decides whether it reads the list.
             None if self.schedule is None else (self.schedule.max_batch_size, self.schedule.config.max_q_tiles),
         )

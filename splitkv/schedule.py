@@ -200,8 +200,9 @@ class Partition:
         weight = sum(count * tile_weight(span, True, 1, self.heaviest, self.tile_cost) for count, span in work)
         longest = max((span for count, span in work if count > 0), default=0)
         least = self.min_chunk // GRAIN
-        each = min(max(self.shares // max(tiles, 1), 1), max(longest // self.min_chunk, 1))
-        tile_share = cdiv(tiles * each, self.shares)
+        most = max(self.shares // max(tiles, 1), 1)
+        each = min(most, max(longest // self.min_chunk, 1))
+        tile_share = cdiv(tiles * most, self.shares) if each == most else 1
         longest_program = tile_share * self.shares * (longest + each * self.tile_cost)
         work_program = max(weight, self.shares * least) * GRAIN + self.shares * self.segment_cost
         if longest_program > each * work_program:
@@ -271,7 +272,7 @@ class Partition:
                 whole, slot = taken == weight, self.shares + share if offset == 0 else share
             else:
                 whole, slot = self.fixed_parts(requests[b]) == 1, place
-            if not whole or offset == 0:
+            if self.schedule == BALANCED or offset < self.fixed_parts(requests[b]):
                 yield Stretch(share, b, tile, offset, taken, low, high, None if whole else slot)
             place += taken
 

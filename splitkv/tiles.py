@@ -146,7 +146,7 @@ def _candidates(
     head_dim_v: int,
     rows: int,
     aligned: bool,
-    few_tiles: bool,
+    long_blocks: bool,
 ) -> list[tuple[int, int, int]]:
     """(block_n, num_stages, shared bytes) of the tiles that fit a target, the best first."""
     wide = max(sum(split_width(head_dim)), sum(split_width(head_dim_v)))
@@ -157,7 +157,7 @@ def _candidates(
         cuts = cuts[-1:]
     elif dtype.itemsize == 4 and _cuda_arch(target) in FLOAT32_SPILLS:
         cuts = [(16, 3), (16, 2), (16, 1)]
-    elif dtype.itemsize == 4 or rows * wide >= long_spills or (rows <= 16 and wide <= 128 and not few_tiles):
+    elif dtype.itemsize == 4 or rows * wide >= long_spills or (rows <= 16 and wide <= 128 and not long_blocks):
         cuts = cuts[2:]
     sized = [(*cut, shared_bytes(target, dtype, head_dim, head_dim_v, rows, *cut)) for cut in cuts]
     return [cut for cut in sized if cut[2] <= target.shared_memory]
@@ -194,7 +194,7 @@ def choose(
     rows: int,
     *,
     aligned: bool = True,
-    few_tiles: bool = False,
+    long_blocks: bool = False,
 ) -> Tiles:
     """Tiles for a geometry on a target.
 
@@ -204,7 +204,7 @@ def choose(
         head_dim, head_dim_v: Key and value width.
         rows: Rows of a query tile.
         aligned: Whether rows of keys and values can be copied 16 bytes at a time.
-        few_tiles: Whether the query tiles of all heads are few beside the multiprocessors.
+        long_blocks: What `prefer_long_blocks` says.
 
     Raises:
         ValueError: nothing fits the shared memory of a program; names the widths and the limit.
@@ -212,7 +212,7 @@ def choose(
     if target.arch == "cpu":
         return Tiles(block_n=32, num_warps=4, num_stages=1, programs_per_sm=4, min_chunk=16)
     wide = max(sum(split_width(head_dim)), sum(split_width(head_dim_v)))
-    fitting = _candidates(target, dtype, head_dim, head_dim_v, rows, aligned, few_tiles)
+    fitting = _candidates(target, dtype, head_dim, head_dim_v, rows, aligned, long_blocks)
     if not fitting:
         least = shared_bytes(target, dtype, head_dim, head_dim_v, rows, 16, 1)
         raise ValueError(
@@ -224,8 +224,7 @@ def choose(
     # Products in float32 keep operands in registers, where those of tensor cores read shared memory.
     heavy = 64 * 64 if _without_tensor_cores(target, dtype) else 64 * 256
     num_warps = 8 if wide > 256 or rows * wide >= heavy else 4
-    # Measured on an H200: where tiles are few, two programs of long blocks keep more bytes in flight than four of
-    # short ones; where they are many, four hide each other's beginnings and ends.
+    # Two programs of long blocks per multiprocessor or four of short ones: see prefer_long_blocks.
     narrow = dtype.itemsize == 2 and wide <= 128 and rows <= 16 and block_n == 32
     most = 4 if narrow else 2
     if num_warps == 8 or (target.arch.startswith("hip:") and rows * wide >= 32 * 256):
@@ -237,8 +236,30 @@ def choose(
         num_stages=num_stages,
         programs_per_sm=programs,
         min_chunk=block_n,
+        tile_cost=128 if block_n >= 64 else 64,
         max_registers=128 if programs > 2 and target.arch.startswith("cuda:") else 0,
     )
+
+
+def prefer_long_blocks(target: Target, tiles: int, len_hint: int | None) -> bool:
+    """Whether blocks of 64 tokens, for two programs per multiprocessor, promise more than blocks of 32, for four.
+
+    Measured on an H200. Long blocks keep more bytes in flight, for which a program needs many tokens: where tiles are
+    few, or requests long. Short ones hide each other's beginnings and ends, of which many short requests have many.
+
+    >>> H100 = Target("cuda:90", num_sms=132, shared_memory=232448)
+    >>> [prefer_long_blocks(H100, tiles, hint) for tiles, hint in ((64, None), (64, 1024), (256, 4096), (512, 512))]
+    [True, False, True, False]
+
+    Args:
+        target: The device.
+        tiles: Query tiles of all heads.
+        len_hint: Typical length of a request in tokens, or None.
+    """
+    few = 2 * tiles <= target.num_sms
+    if len_hint is None:
+        return few
+    return len_hint * tiles >= 512 * target.num_sms if few else len_hint >= 4096
 
 
 def share_count(resident: int, num_kv_heads: int, slots: int) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from splitkv import tiles as tile_sizes
 from splitkv.config import WorkspaceConfig, cdiv, next_power_of_2, tile_bound
 from splitkv.schedule import BALANCED, FIXED_PARTS, FIXED_TOKENS
@@ -39,6 +41,23 @@ class Variant:
     dependent: bool
 
 
+def choose_tiles(
+    target: tile_sizes.Target,
+    table: TileTable | None,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    rows: int,
+    aligned: bool,
+    long_blocks: bool,
+) -> tile_sizes.Tiles:
+    """Those of a caller's table, or else those of `splitkv.tiles`, whose `choose` says what the arguments are."""
+    tiles = None if table is None else table.lookup(target.arch, dtype, head_dim, head_dim_v, rows)
+    if tiles is None:
+        tiles = tile_sizes.choose(target, dtype, head_dim, head_dim_v, rows, aligned=aligned, long_blocks=long_blocks)
+    return tiles
+
+
 @dataclass(frozen=True)
 class CallForm:
     """What the kernels of a decode call depend on, but for its batch, lengths, strides and alignment.
@@ -52,6 +71,7 @@ class CallForm:
         q_len: Query tokens of each request; None where they vary (qo_indptr).
         causal, has_window, has_softcap, has_tree, num_splits: The rules.
         listed_tiles: Most query tiles of a call that reads the view's work list; None: none does.
+        len_hint: The view's: typical length in tokens.
         widen: Whether products are computed in float32, for Triton's interpreter.
     """
 
@@ -74,6 +94,7 @@ class CallForm:
     has_tree: bool
     num_splits: int | None
     listed_tiles: int | None
+    len_hint: int | None
     widen: bool
 
     def rows(self, kv_vector: int) -> int:
@@ -113,20 +134,11 @@ class CallForm:
         rows = self.rows(kv_vector)
         slots = min(self.partial_elements // (rows * self.head_dim_v), self.partial_rows // rows)
         fixed = self.num_splits is not None or config.split_tokens is not None
-        tiles = None
-        if self.tiles is not None:
-            tiles = self.tiles.lookup(target.arch, config.dtype, self.head_dim, self.head_dim_v, rows)
-        if tiles is None:
-            tiles = tile_sizes.choose(
-                target,
-                config.dtype,
-                self.head_dim,
-                self.head_dim_v,
-                rows,
-                aligned=kv_vector > 1,
-                # Never with fixed parts: a row's bits must not depend on how many others there are.
-                few_tiles=not fixed and 2 * q_tiles * self.num_kv_heads <= target.num_sms,
-            )
+        # Never with fixed parts: a row's bits must not depend on how many others there are, nor on hints.
+        long_blocks = not fixed and tile_sizes.prefer_long_blocks(target, q_tiles * self.num_kv_heads, self.len_hint)
+        tiles = choose_tiles(
+            target, self.tiles, config.dtype, self.head_dim, self.head_dim_v, rows, kv_vector > 1, long_blocks
+        )
         if fixed:
             schedule = FIXED_TOKENS if self.num_splits is None else FIXED_PARTS
             parts = config.max_parts if self.num_splits is None else self.num_splits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,8 @@ from splitkv import tiles as tile_sizes
 from splitkv.config import WorkspaceConfig, next_power_of_2
 from splitkv.kernels.launch import launch
 from splitkv.kernels.work_list import work_list_kernel
+from splitkv.tiles_io import TileTable
+from splitkv.variants import choose_tiles
 
 if TYPE_CHECKING:
     from splitkv.kv import KVView
@@ -44,11 +47,13 @@ class Schedule:
         buffer: [3 + max_batch_size + 1] int32: the list.
     """
 
-    def __init__(self, config: WorkspaceConfig, device: torch.device | str) -> None:
+    def __init__(
+        self, config: WorkspaceConfig, device: torch.device | str, tiles: TileTable | str | os.PathLike[str] | None
+    ) -> None:
         """Use `allocate`."""
         if not isinstance(config, WorkspaceConfig):
             raise TypeError(f"config: expected a WorkspaceConfig, given {type(config).__name__}")
-        self.config = config
+        self.config, self.tiles = config, TileTable.given(tiles)
         with torch.inference_mode(False):
             # Until the first update: every request weighs 1, in shares as large as the axis needs.
             self.buffer = torch.arange(-HEADER, config.max_batch_size + 1, dtype=torch.int32, device=device)
@@ -57,9 +62,23 @@ class Schedule:
         self.target = tile_sizes.Target.of(self.device)
 
     @classmethod
-    def allocate(cls, config: WorkspaceConfig, device: torch.device | str) -> Schedule:
-        """Make a list for up to config.max_batch_size requests. It is right, if not balanced, before any `update`."""
-        return cls(config, device)
+    def allocate(
+        cls,
+        config: WorkspaceConfig,
+        device: torch.device | str,
+        *,
+        tiles: TileTable | str | os.PathLike[str] | None = None,
+    ) -> Schedule:
+        """Make a list for up to config.max_batch_size requests. It is right, if not balanced, before any `update`.
+
+        Args:
+            config, device, tiles: As for `Workspace.allocate`; those of the workspace that decode is given, so that
+                work is shared among as many programs as it will launch.
+
+        Raises:
+            TypeError, ValueError: as `Workspace.allocate`.
+        """
+        return cls(config, device, tiles)
 
     @property
     def max_batch_size(self) -> int:
@@ -92,13 +111,9 @@ class Schedule:
         rows = min(config.q_tile_rows, max(16, next_power_of_2(config.group_size)))
         rows = tile_sizes.fit_rows(self.target, config.dtype, config.head_dim, config.head_dim_v, rows)
         q_tiles = batch * -(-config.group_size // rows)
-        tiles = tile_sizes.choose(
-            self.target,
-            config.dtype,
-            config.head_dim,
-            config.head_dim_v,
-            rows,
-            few_tiles=2 * q_tiles * config.num_kv_heads <= self.target.num_sms,
+        long_blocks = tile_sizes.prefer_long_blocks(self.target, q_tiles * config.num_kv_heads, kv.len_hint)
+        tiles = choose_tiles(
+            self.target, self.tiles, config.dtype, config.head_dim, config.head_dim_v, rows, True, long_blocks
         )
         slots = config.max_splits * config.q_tile_rows // rows
         resident = self.target.num_sms * tiles.programs_per_sm

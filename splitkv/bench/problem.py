@@ -169,9 +169,9 @@ def build(cell: Cell, buffers: Buffers, *, max_len: int, copies: int, seed: int 
         words.append(both.view(torch.int32)[: cell.kv_bytes // 4])
         if cell.page_size is None:
             rows = (cell.batch, cell.max_len, cell.num_kv_heads, cell.head_dim)
-            views.append(ContiguousKV(k.view(rows), v.view(rows), seq_lens, len_hint=cell.mean_len))
+            views.append(ContiguousKV(k.view(rows), v.view(rows), seq_lens, len_hint=cell.longest))
         else:
-            views.append(PagedKV(k, v, page_table, seq_lens, len_hint=cell.mean_len))
+            views.append(PagedKV(k, v, page_table, seq_lens, len_hint=cell.longest))
     return Problem(cell, q, k_caches, v_caches, page_table, seq_lens, list(cell.lens), views, words)
 
 

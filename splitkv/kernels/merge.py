@@ -151,11 +151,17 @@ def merge_splits_kernel(
             parts = PARTS
         first_slot = begin
         next_slot = begin + 1
-    # A program that has nothing to merge makes room at once, but for the first: the grid must not end, and let the next
-    # kernel begin, before split_decode_kernel has ended.
-    is_first = (tl.program_id(0) == 0) & (head == 0) & (tl.program_id(2) == 0)
-    if (parts == 1) & (not is_first):
-        return
+    if SCHEDULE == BALANCED:
+        # Where no tile was cut there is nothing to do, and programs make room at once, but for the first: the grid must
+        # not end before split_decode_kernel has, on whose results later kernels wait through it. Where some tiles were
+        # cut all wait: left alone, the few that merge would keep their multiprocessors from taking all of the next
+        # kernel's programs.
+        if (parts == 1) & (not by_work):
+            if DEPENDENT_LAUNCH:
+                if (tl.program_id(0) == 0) & (head == 0) & (tl.program_id(2) == 0):
+                    gdc_launch_dependents()
+                    gdc_wait()
+            return
     if DEPENDENT_LAUNCH:
         # Lengths were final before split_decode_kernel began; partials are there once it has ended.
         gdc_wait()

@@ -408,7 +408,7 @@ def fold_partials(
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(0, parts, BLOCK_P):
+    for first in tl.range(0, parts, BLOCK_P, num_stages=1):
         part = first + tl.arange(0, BLOCK_P)
         live = part < parts
         slot = tl.where(part == 0, first_slot, next_slot + part - 1).to(tl.int64)
@@ -417,11 +417,9 @@ def fold_partials(
         row_ptrs = out_ptr + slot[:, None] * stride_out_part + offs_d[None, :]
         if VECTOR > 1:
             row_ptrs = tl.multiple_of(row_ptrs, [1, VECTOR * out_ptr.dtype.element_ty.primitive_bitwidth // 8])
-        rows = tl.load(
-            row_ptrs,
-            mask=keyed[:, None] & d_mask[None, :],
-            other=0.0,
-        ).to(tl.float32)
+        # Zeroed here and not by the load's mask, so that rows and log-sum-exps travel at the same time.
+        rows = tl.load(row_ptrs, mask=live[:, None] & d_mask[None, :], other=0.0).to(tl.float32)
+        rows = tl.where(keyed[:, None], rows, 0.0)
         new_top = tl.maximum(top, tl.max(lse, 0))
         weight = tl.exp2((lse - finite_or_zero(new_top)) * LOG2E)
         decay = tl.exp2((top - finite_or_zero(new_top)) * LOG2E)

@@ -188,6 +188,18 @@ def split_decode_kernel(
         )  # fmt: skip
     place = share_id * share
     stop = tl.minimum(place + share, total)
+    if SCHEDULE == FIXED_TOKENS:
+        # One part; most of those that a sequence could have are past its end.
+        if place >= total:
+            return
+        b, begin = locate(
+            place, batch, by_work, each, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q,
+            window_left, heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, TILE_COST, BLOCK_B,
+        )  # fmt: skip
+        _, seq_len, _ = load_kv_range(b, True, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE, KV_KIND)
+        parts = tl.maximum(tl.cdiv(seq_len, part_tokens(seq_len, SPLIT_TOKENS, PARTS)), 1)
+        if (place - begin) % PARTS >= parts:
+            return
     while place < stop:
         # Which request, tile and stretch of it lie at this place of the axis?
         if list_ptr is not None:
