@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 
-from splitkv.config import next_power_of_2
+from splitkv.config import cdiv, next_power_of_2
 
 # Architectures for which the compiler keeps more of float32 products in registers at a time than there are.
 FLOAT32_SPILLS = (86, 87, 89, 120, 121)
@@ -54,6 +55,20 @@ class Target:
             registers=props.regs_per_multiprocessor,
             sm_shared_memory=props.shared_memory_per_multiprocessor,
         )
+
+
+class Blocks(Enum):
+    """Which blocks of keys a program of few rows attends at a time. Measured on an H200.
+
+    LONG ones, for two programs per multiprocessor, keep more bytes in flight, for which a program needs many tokens:
+    where tiles are few, or requests long. SHORT ones, for four, hide each other's beginnings and ends, of which many
+    short requests have many. FEW: short ones for two programs, where all that there is to do takes microseconds and
+    every program that is started or merged counts.
+    """
+
+    LONG = 1
+    SHORT = 2
+    FEW = 3
 
 
 @dataclass(frozen=True)
@@ -146,7 +161,7 @@ def _candidates(
     head_dim_v: int,
     rows: int,
     aligned: bool,
-    long_blocks: bool,
+    blocks: Blocks,
 ) -> list[tuple[int, int, int]]:
     """(block_n, num_stages, shared bytes) of the tiles that fit a target, the best first."""
     wide = max(sum(split_width(head_dim)), sum(split_width(head_dim_v)))
@@ -157,7 +172,7 @@ def _candidates(
         cuts = cuts[-1:]
     elif dtype.itemsize == 4 and _cuda_arch(target) in FLOAT32_SPILLS:
         cuts = [(16, 3), (16, 2), (16, 1)]
-    elif dtype.itemsize == 4 or rows * wide >= long_spills or (rows <= 16 and wide <= 128 and not long_blocks):
+    elif dtype.itemsize == 4 or rows * wide >= long_spills or (rows <= 16 and wide <= 128 and blocks != Blocks.LONG):
         cuts = cuts[2:]
     sized = [(*cut, shared_bytes(target, dtype, head_dim, head_dim_v, rows, *cut)) for cut in cuts]
     return [cut for cut in sized if cut[2] <= target.shared_memory]
@@ -180,7 +195,7 @@ def fit_rows(
     if _without_tensor_cores(target, dtype):
         most //= 4 if _cuda_arch(target) in FLOAT32_SPILLS else 2
     while rows > 16 and (
-        rows * wide > most or not _candidates(target, dtype, head_dim, head_dim_v, rows, aligned, False)
+        rows * wide > most or not _candidates(target, dtype, head_dim, head_dim_v, rows, aligned, Blocks.SHORT)
     ):
         rows //= 2
     return rows
@@ -194,7 +209,7 @@ def choose(
     rows: int,
     *,
     aligned: bool = True,
-    long_blocks: bool = False,
+    blocks: Blocks = Blocks.SHORT,
 ) -> Tiles:
     """Tiles for a geometry on a target.
 
@@ -204,7 +219,7 @@ def choose(
         head_dim, head_dim_v: Key and value width.
         rows: Rows of a query tile.
         aligned: Whether rows of keys and values can be copied 16 bytes at a time.
-        long_blocks: What `prefer_long_blocks` says.
+        blocks: What `prefer_blocks` says.
 
     Raises:
         ValueError: nothing fits the shared memory of a program; names the widths and the limit.
@@ -212,7 +227,7 @@ def choose(
     if target.arch == "cpu":
         return Tiles(block_n=32, num_warps=4, num_stages=1, programs_per_sm=4, min_chunk=16)
     wide = max(sum(split_width(head_dim)), sum(split_width(head_dim_v)))
-    fitting = _candidates(target, dtype, head_dim, head_dim_v, rows, aligned, long_blocks)
+    fitting = _candidates(target, dtype, head_dim, head_dim_v, rows, aligned, blocks)
     if not fitting:
         least = shared_bytes(target, dtype, head_dim, head_dim_v, rows, 16, 1)
         raise ValueError(
@@ -224,9 +239,8 @@ def choose(
     # Products in float32 keep operands in registers, where those of tensor cores read shared memory.
     heavy = 64 * 64 if _without_tensor_cores(target, dtype) else 64 * 256
     num_warps = 8 if wide > 256 or rows * wide >= heavy else 4
-    # Two programs of long blocks per multiprocessor or four of short ones: see prefer_long_blocks.
     narrow = dtype.itemsize == 2 and wide <= 128 and rows <= 16 and block_n == 32
-    most = 4 if narrow else 2
+    most = 4 if narrow and blocks == Blocks.SHORT else 2
     if num_warps == 8 or (target.arch.startswith("hip:") and rows * wide >= 32 * 256):
         most = 1  # more would not find the registers
     programs = min(most, max(1, target.sm_shared_memory // (needed + RESERVED)))
@@ -235,37 +249,57 @@ def choose(
         num_warps=num_warps,
         num_stages=num_stages,
         programs_per_sm=programs,
-        min_chunk=block_n,
+        min_chunk=2 * block_n if narrow and blocks == Blocks.FEW else block_n,
         tile_cost=128 if block_n >= 64 else 64,
         max_registers=128 if programs > 2 and target.arch.startswith("cuda:") else 0,
     )
 
 
-def prefer_long_blocks(target: Target, tiles: int, len_hint: int | None) -> bool:
-    """Whether blocks of 64 tokens, for two programs per multiprocessor, promise more than blocks of 32, for four.
-
-    Measured on an H200. Long blocks keep more bytes in flight, for which a program needs many tokens: where tiles are
-    few, or requests long. Short ones hide each other's beginnings and ends, of which many short requests have many.
+def prefer_blocks(target: Target, tiles: int, len_hint: int | None) -> Blocks:
+    """Which blocks promise most for a balanced launch.
 
     >>> H100 = Target("cuda:90", num_sms=132, shared_memory=232448)
-    >>> [prefer_long_blocks(H100, tiles, hint) for tiles, hint in ((64, None), (64, 1024), (256, 4096), (512, 512))]
-    [True, False, True, False]
+    >>> cases = ((64, None), (8, 4096), (256, 4096), (512, 512), (512, None))
+    >>> [prefer_blocks(H100, tiles, hint).name for tiles, hint in cases]
+    ['LONG', 'FEW', 'LONG', 'SHORT', 'SHORT']
 
     Args:
         target: The device.
         tiles: Query tiles of all heads.
         len_hint: Typical length of a request in tokens, or None.
     """
-    few = 2 * tiles <= target.num_sms
-    if len_hint is None:
-        return few
-    return len_hint * tiles >= 512 * target.num_sms if few else len_hint >= 4096
+    if 2 * tiles > target.num_sms:
+        return Blocks.LONG if len_hint is not None and len_hint >= 4096 else Blocks.SHORT
+    return Blocks.FEW if len_hint is not None and len_hint * tiles < 512 * target.num_sms else Blocks.LONG
 
 
-def share_count(resident: int, num_kv_heads: int, slots: int) -> int:
+def share_count(
+    target: Target,
+    tiles: Tiles,
+    num_kv_heads: int,
+    q_tiles: int,
+    slots: int,
+    len_hint: int | None,
+) -> int:
     """Shares per KV head of a balanced launch.
 
     As many as programs run at a time, since one that overshoots costs a whole wave, and so that two partials of each
-    share fit the workspace's slots. One share per head cuts no tile and needs no slot.
+    share fit the workspace's slots. One share per head cuts no tile and needs no slot. Where requests are few and known
+    to be short, no more than there are parts to attend, though at least a program per multiprocessor, should they grow.
+
+    >>> H100 = Target("cuda:90", num_sms=132, shared_memory=232448)
+    >>> [share_count(H100, Tiles(32, 4, 3, 2, 64), 8, 1, 2048, hint) for hint in (None, 4096, 1024, 100)]
+    [33, 33, 16, 16]
+
+    Args:
+        target, tiles: The device, and its tiles.
+        num_kv_heads: KV heads.
+        q_tiles: Query tiles per head.
+        slots: Partial tiles that the workspace holds.
+        len_hint: Typical length of a request in tokens, or None.
     """
-    return max(1, min(resident, slots // 2) // num_kv_heads)
+    resident = min(target.num_sms * tiles.programs_per_sm, slots // 2) // num_kv_heads
+    if len_hint is not None:
+        parts = q_tiles * max(cdiv(len_hint, tiles.min_chunk), 1)
+        resident = min(resident, max(parts, target.num_sms // num_kv_heads))
+    return max(1, resident)

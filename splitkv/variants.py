@@ -49,12 +49,12 @@ def choose_tiles(
     head_dim_v: int,
     rows: int,
     aligned: bool,
-    long_blocks: bool,
+    blocks: tile_sizes.Blocks,
 ) -> tile_sizes.Tiles:
     """Those of a caller's table, or else those of `splitkv.tiles`, whose `choose` says what the arguments are."""
     tiles = None if table is None else table.lookup(target.arch, dtype, head_dim, head_dim_v, rows)
     if tiles is None:
-        tiles = tile_sizes.choose(target, dtype, head_dim, head_dim_v, rows, aligned=aligned, long_blocks=long_blocks)
+        tiles = tile_sizes.choose(target, dtype, head_dim, head_dim_v, rows, aligned=aligned, blocks=blocks)
     return tiles
 
 
@@ -135,9 +135,11 @@ class CallForm:
         slots = min(self.partial_elements // (rows * self.head_dim_v), self.partial_rows // rows)
         fixed = self.num_splits is not None or config.split_tokens is not None
         # Never with fixed parts: a row's bits must not depend on how many others there are, nor on hints.
-        long_blocks = not fixed and tile_sizes.prefer_long_blocks(target, q_tiles * self.num_kv_heads, self.len_hint)
+        blocks = tile_sizes.Blocks.SHORT
+        if not fixed:
+            blocks = tile_sizes.prefer_blocks(target, q_tiles * self.num_kv_heads, self.len_hint)
         tiles = choose_tiles(
-            target, self.tiles, config.dtype, self.head_dim, self.head_dim_v, rows, kv_vector > 1, long_blocks
+            target, self.tiles, config.dtype, self.head_dim, self.head_dim_v, rows, kv_vector > 1, blocks
         )
         if fixed:
             schedule = FIXED_TOKENS if self.num_splits is None else FIXED_PARTS
@@ -152,7 +154,7 @@ class CallForm:
                 )
         else:
             schedule, parts = BALANCED, 0
-            units = tile_sizes.share_count(target.num_sms * tiles.programs_per_sm, self.num_kv_heads, slots)
+            units = tile_sizes.share_count(target, tiles, self.num_kv_heads, q_tiles, slots, self.len_hint)
         shared = dict(
             NUM_KV_HEADS=self.num_kv_heads,
             GROUP_SIZE=self.group_size,

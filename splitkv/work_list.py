@@ -111,12 +111,11 @@ class Schedule:
         rows = min(config.q_tile_rows, max(16, next_power_of_2(config.group_size)))
         rows = tile_sizes.fit_rows(self.target, config.dtype, config.head_dim, config.head_dim_v, rows)
         q_tiles = batch * -(-config.group_size // rows)
-        long_blocks = tile_sizes.prefer_long_blocks(self.target, q_tiles * config.num_kv_heads, kv.len_hint)
+        blocks = tile_sizes.prefer_blocks(self.target, q_tiles * config.num_kv_heads, kv.len_hint)
         tiles = choose_tiles(
-            self.target, self.tiles, config.dtype, config.head_dim, config.head_dim_v, rows, True, long_blocks
+            self.target, self.tiles, config.dtype, config.head_dim, config.head_dim_v, rows, True, blocks
         )
         slots = config.max_splits * config.q_tile_rows // rows
-        resident = self.target.num_sms * tiles.programs_per_sm
         launch(
             work_list_kernel,
             (1,),
@@ -129,7 +128,7 @@ class Schedule:
                 batch=batch,
                 rows=self.max_batch_size,
                 capacity=where.capacity,
-                shares=tile_sizes.share_count(resident, config.num_kv_heads, slots),
+                shares=tile_sizes.share_count(self.target, tiles, config.num_kv_heads, q_tiles, slots, kv.len_hint),
                 heaviest=max(1, MAX_AXIS // config.max_q_tiles),
             ),
             constants=dict(

@@ -244,7 +244,7 @@ def test_widths_without_room_are_refused_with_the_limit(compiler: Compiler) -> N
 def test_choices_measured_on_hopper_stay() -> None:
     target = GPUS["cuda:90"].target
     for dtype in (torch.float16, torch.bfloat16):
-        few = tiles.choose(target, dtype, 128, 128, 16, long_blocks=True)
+        few = tiles.choose(target, dtype, 128, 128, 16, blocks=tiles.Blocks.LONG)
         many = tiles.choose(target, dtype, 128, 128, 16)
         assert few == tiles.Tiles(64, 4, 3, 2, 64, tile_cost=128)
         assert many == tiles.Tiles(32, 4, 3, 4, 32, tile_cost=64, max_registers=128)
