@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -599,7 +600,10 @@ def merge(
     outs: Tensor,
     lses: Tensor,
     *,
+    indptr: Tensor | None = None,
     sinks: Tensor | None = None,
+    lse_base: float = math.e,
+    lse_layout: str = "NH",
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -611,16 +615,25 @@ def merge(
     (tensor([[1., 2.]]), tensor([0.5000]))
 
     Associative and commutative up to rounding; (0, -inf) is the identity, exactly. Partials that are to be merged are
-    made without sinks; the sink joins at the last merge.
+    made without sinks; the sink joins at the last merge. A log-sum-exp of +inf, by which some libraries mark a row
+    without keys, counts as -inf.
 
     Args:
         outs: [n, …, heads, head_dim_v] float16, bfloat16 or float32, n ≥ 1, any strides with the last 1 in which the
-            dimensions between the first and the heads lie evenly. What a partial of lse -inf holds is ignored.
-        lses: [n, …, heads] float32, natural log.
-        sinks: [heads] float32 or the dtype of outs: a logit per head that joins the denominator (not the returned lse).
-        out: [..., heads, head_dim_v] of the dtype of outs; made where None. Where head_dim_v > 128, out and lse may not
-            share memory with outs or lses.
-        lse: [..., heads] float32; made where None.
+            dimensions between the first and the last three lie evenly. What a partial of lse -inf holds is ignored.
+            With indptr: [total, heads, head_dim_v], total ≥ 0.
+        lses: [n, …, heads] float32, any strides likewise.
+        indptr: [rows + 1] int32, read on the device: row r is merged from partials indptr[r] … indptr[r + 1] of outs,
+            so that rows may have different numbers of them, or none. None: each row has n.
+        sinks: [heads] float32 or the dtype of outs: a logit per head, in natural units whatever the base, that joins
+            the denominator (not the returned lse).
+        lse_base: Of lses and lse: math.e, as decode's, or 2, as FlashInfer's.
+        lse_layout: "NH": lses and lse have the heads last; "HN": last but one, [n, …, heads, rows] and
+            […, heads, rows], as FlashAttention's.
+        out: [..., heads, head_dim_v] float16, bfloat16 or float32; made with the dtype of outs where None. It may be
+            one of the partials, outs[i], or lies apart from all of them.
+        lse: Like lses without the first dimension (with indptr: of the rows), float32; made where None. It may be
+            lses[i], or lies apart.
 
     Returns:
         (out, lse): out is exactly 0 and lse -inf where no partial saw a key.
@@ -632,10 +645,27 @@ def merge(
     lses = checks.check_tensor("lses", lses)
     checks.check_dtype("outs", outs, *DTYPES)
     checks.check_dtype("lses", lses, torch.float32)
-    if outs.dim() < 2 or outs.shape[0] < 1 or outs.shape[-1] < 1:
+    if indptr is not None:
+        checks.check_rank("outs", outs, 3)
+    if outs.dim() < 2 or (outs.shape[0] < 1 and indptr is None) or outs.shape[-1] < 1:
         raise ValueError(f"outs: expected shape [n ≥ 1, …, head_dim_v ≥ 1], given {checks.shape_text(outs.shape)}")
     checks.check_last_stride("outs", outs)
-    checks.check_shape("lses", lses, outs.shape[:-1])
+    if isinstance(lse_base, bool) or not isinstance(lse_base, (int, float)) or lse_base not in (math.e, 2):
+        raise ValueError(f"lse_base: expected math.e or 2, given {lse_base!r}")
+    if lse_layout not in ("NH", "HN"):
+        raise ValueError(f'lse_layout: expected "NH" or "HN", given {lse_layout!r}')
+    heads_last = lse_layout == "NH"
+    if not heads_last and outs.dim() < (4 if indptr is None else 3):
+        raise ValueError(
+            f'lse_layout: expected "NH" for outs without a dimension of rows, given "HN" for '
+            f"{checks.shape_text(outs.shape)}"
+        )
+
+    def lse_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of log-sum-exps whose heads are last in this shape."""
+        return shape if heads_last else (*shape[:-2], shape[-1], shape[-2])
+
+    checks.check_shape("lses", lses, lse_shape(outs.shape[:-1]))
     checks.check_device("lses", lses, outs.device, "outs")
     refusal = _interpreter.why_not(outs.device.type)
     if refusal is not None:
@@ -644,79 +674,101 @@ def merge(
         if outs.dim() < 3:
             raise ValueError(f"sinks: expected outs with a dimension of heads, given {checks.shape_text(outs.shape)}")
         _check_heads("sinks", sinks, outs, "outs", torch.float32, outs.dtype)
-    if out is not None:
+    out_shape: tuple[int, ...] = outs.shape[1:]
+    if indptr is not None:
+        checks.check_index_vector("indptr", indptr, outs.device, "outs", least=1)
+        out_shape = (indptr.shape[0] - 1, *outs.shape[1:])
+        if checks.debugging() and not (outs.is_cuda and torch.cuda.is_current_stream_capturing()):
+            checks.check_prefix_sums("indptr", indptr.tolist(), outs.shape[0])
+    head_dim_v = outs.shape[-1]
+    block = min(1024, max(16, next_power_of_2(head_dim_v)))
+    # With several blocks of columns, or partials of other rows, a program could overwrite what another has yet to read.
+    within = head_dim_v <= block and indptr is None
+    if out is None:
+        out = torch.empty(out_shape, dtype=outs.dtype, device=outs.device)
+    else:
         checks.check_tensor("out", out)
-        checks.check_dtype("out", out, outs.dtype)
-        checks.check_shape("out", out, outs.shape[1:])
+        checks.check_dtype("out", out, *DTYPES)
+        checks.check_shape("out", out, out_shape)
         checks.check_device("out", out, outs.device, "outs")
         checks.check_last_stride("out", out)
         checks.check_no_overlap("out", out)
-    if lse is not None:
+        checks.check_in_place("out", out, "outs", outs, within)
+    if lse is None:
+        lse = torch.empty(lse_shape(out_shape[:-1]), dtype=torch.float32, device=outs.device)
+    else:
         checks.check_tensor("lse", lse)
         checks.check_dtype("lse", lse, torch.float32)
-        checks.check_shape("lse", lse, outs.shape[1:-1])
+        checks.check_shape("lse", lse, lse_shape(out_shape[:-1]))
         checks.check_device("lse", lse, outs.device, "outs")
         checks.check_no_overlap("lse", lse)
-    rows, heads = _rows_and_heads("outs", outs.shape[1:-1], outs.stride()[1:-1])
-    lses_rows, lses_heads = _rows_and_heads("lses", lses.shape[1:], lses.stride()[1:])
-    out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device) if out is None else out
-    lse = torch.empty(lses.shape[1:], dtype=torch.float32, device=lses.device) if lse is None else lse
-    out_rows, out_heads = _rows_and_heads("out", out.shape[:-1], out.stride()[:-1])
-    lse_rows, lse_heads = _rows_and_heads("lse", lse.shape, lse.stride())
-    head_dim_v = outs.shape[-1]
-    block = min(128, max(16, next_power_of_2(head_dim_v)))
-    if head_dim_v > block:
-        # Several programs share a row then, and one could overwrite what another has yet to read.
-        read = {tensor.untyped_storage().data_ptr() for tensor in (outs, lses)}
-        for name, tensor in (("out", out), ("lse", lse)):
-            if tensor.untyped_storage().data_ptr() in read:
-                raise ValueError(
-                    f"{name}: expected memory apart from outs and lses where head_dim_v > {block}, given a tensor that "
-                    f"shares it (head_dim_v {head_dim_v})"
-                )
+        checks.check_in_place("lse", lse, "lses", lses, within)
+    if not heads_last:
+        lses, written_lse = lses.transpose(-2, -1), lse.transpose(-2, -1)
+    else:
+        written_lse = lse
+    if indptr is None:
+        outs_strides = outs.stride(0), *_row_and_head_strides("outs", outs.shape[1:-1], outs.stride()[1:-1])
+        lses_strides = lses.stride(0), *_row_and_head_strides("lses", lses.shape[1:], lses.stride()[1:])
+    else:
+        outs_strides, lses_strides = (outs.stride(0), 0, 0, outs.stride(1)), (lses.stride(0), 0, 0, lses.stride(1))
+    out_strides = _row_and_head_strides("out", out.shape[:-1], out.stride()[:-1])
+    lse_strides = _row_and_head_strides("lse", written_lse.shape, written_lse.stride())
+    heads = out_shape[-2] if len(out_shape) > 1 else 1
+    vector = min(_vector(ALIGNED_BYTES, outs), _vector(ALIGNED_BYTES, out))
     Launch(
         kernel=merge_kernel,
-        grid=(rows[0], heads[0], cdiv(head_dim_v, block)),
+        grid=(math.prod(out_shape[:-2]), heads, cdiv(head_dim_v, block)),
         operands=dict(
             outs_ptr=outs,
             lses_ptr=lses,
             out_ptr=out,
             lse_ptr=lse,
             sinks_ptr=sinks,
+            indptr_ptr=indptr,
             parts=outs.shape[0],
-            stride_outs_part=outs.stride(0),
-            stride_outs_row=rows[1],
-            stride_outs_head=heads[1],
-            stride_lses_part=lses.stride(0),
-            stride_lses_row=lses_rows[1],
-            stride_lses_head=lses_heads[1],
-            stride_out_row=out_rows[1],
-            stride_out_head=out_heads[1],
-            stride_lse_row=lse_rows[1],
-            stride_lse_head=lse_heads[1],
+            inner=max(out_shape[-3], 1) if len(out_shape) > 2 else 1,
+            stride_outs_part=outs_strides[0],
+            stride_outs_outer=outs_strides[1],
+            stride_outs_inner=outs_strides[2],
+            stride_outs_head=outs_strides[3],
+            stride_lses_part=lses_strides[0],
+            stride_lses_outer=lses_strides[1],
+            stride_lses_inner=lses_strides[2],
+            stride_lses_head=lses_strides[3],
+            stride_out_outer=out_strides[0],
+            stride_out_inner=out_strides[1],
+            stride_out_head=out_strides[2],
+            stride_lse_outer=lse_strides[0],
+            stride_lse_inner=lse_strides[1],
+            stride_lse_head=lse_strides[2],
         ),
-        constants=dict(HEAD_DIM_V=head_dim_v, HAS_LSE=True, WIDEN=_widen(outs.dtype), BLOCK_P=16, BLOCK_DV=block),
+        constants=dict(
+            HEAD_DIM_V=head_dim_v,
+            BASE2=lse_base == 2,
+            WIDEN=_widen(out.dtype),
+            VECTOR=vector,
+            BLOCK_P=min(16, 2048 // block),
+            BLOCK_DV=block,
+        ),
         num_warps=1,
     ).run(outs.device)
     return out, lse
 
 
-def _rows_and_heads(
-    name: str, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Leading dimensions as (rows, stride) and (heads, stride); raises where the rows do not lie evenly."""
+def _row_and_head_strides(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int]:
+    """Strides of all row dimensions but the last, of that, and of the heads; raises where the first lie unevenly."""
     if not shape:
-        return (1, 0), (1, 0)
-    heads = (shape[-1], strides[-1])
-    size, stride = 1, 0
-    for n, step in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
+        return 0, 0, 0
+    size, outer = 1, 0
+    for n, step in zip(reversed(shape[:-2]), reversed(strides[:-2]), strict=True):
         if n == 1:
             continue
-        if size > 1 and step != size * stride:
+        if size > 1 and step != size * outer:
             raise ValueError(
                 f"{name}: expected leading dimensions that lie evenly in memory, given shape "
                 f"{checks.shape_text(shape)} with strides {checks.shape_text(strides)}"
             )
-        stride = step if size == 1 else stride
+        outer = step if size == 1 else outer
         size *= n
-    return (size, stride), heads
+    return outer, strides[-2] if len(shape) > 1 else 0, strides[-1]

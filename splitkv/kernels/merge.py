@@ -1,6 +1,5 @@
 """The merge kernels: fold partial results by their log-sum-exp."""
 
-import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -10,10 +9,13 @@ from splitkv.kernels.primitives import (
     FIXED_TOKENS,
     LIST_HEADER,
     choose_shares,
+    clamp,
     fold_partials,
+    folded,
     listed_shares,
     listed_weight,
     load_kv_range,
+    no_partials,
     part_tokens,
     request_begin,
     request_work,
@@ -160,7 +162,11 @@ def merge_splits_kernel(
     sink = 0.0
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
-    out, lse = fold_partials(
+    top, total, acc = no_partials(BLOCK_DV)
+    top, total, acc = fold_partials(
+        top,
+        total,
+        acc,
         partial_out_ptr + slot_row * HEAD_DIM_V,
         partial_lse_ptr + slot_row,
         NUM_KV_HEADS * BLOCK_M * HEAD_DIM_V,
@@ -168,77 +174,104 @@ def merge_splits_kernel(
         first_slot,
         next_slot,
         parts,
-        sink,
         offs_d,
         d_mask,
-        sinks_ptr is not None,
+        False,
+        False,
         BLOCK_P,
-        BLOCK_DV,
         4 if HEAD_DIM_V % 4 == 0 else 1,
     )
+    out, lse = folded(top, total, acc, sink, sinks_ptr is not None, False)
     tl.store(out_ptr + out_row + offs_d, round_to(out, out_ptr.dtype.element_ty, WIDEN), mask=d_mask)
     if has_lse != 0:
         tl.store(lse_ptr + lse_row, lse)
 
 
-@triton.jit
+@unspecialized
 def merge_kernel(
     outs_ptr,
     lses_ptr,
     out_ptr,
     lse_ptr,
     sinks_ptr,
+    indptr_ptr,
     parts: tl.int32,
+    inner: tl.int32,
     stride_outs_part: tl.int64,
-    stride_outs_row: tl.int64,
+    stride_outs_outer: tl.int64,
+    stride_outs_inner: tl.int64,
     stride_outs_head: tl.int64,
     stride_lses_part: tl.int64,
-    stride_lses_row: tl.int64,
+    stride_lses_outer: tl.int64,
+    stride_lses_inner: tl.int64,
     stride_lses_head: tl.int64,
-    stride_out_row: tl.int64,
+    stride_out_outer: tl.int64,
+    stride_out_inner: tl.int64,
     stride_out_head: tl.int64,
-    stride_lse_row: tl.int64,
+    stride_lse_outer: tl.int64,
+    stride_lse_inner: tl.int64,
     stride_lse_head: tl.int64,
     HEAD_DIM_V: tl.constexpr,
-    HAS_LSE: tl.constexpr,
+    BASE2: tl.constexpr,
     WIDEN: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Fold `parts` partials of one row and head, however they are strided.
+    """Fold the partials of one row and head, however they are strided.
 
-    Grid: (rows, heads, ceil(HEAD_DIM_V / BLOCK_DV)).
+    Grid: (rows, heads, ceil(HEAD_DIM_V / BLOCK_DV)). Row r lies at outer index r // inner and inner index r % inner.
+    With one block of columns a program reads all that it folds before it writes, so that it may write over it.
 
-    Reads:  outs [parts, rows, heads, HEAD_DIM_V], lses [parts, rows, heads], natural log; sinks [heads]
-    Writes: out [rows, heads, HEAD_DIM_V], lse [rows, heads]
+    Reads:  outs [parts, outer, inner, heads, HEAD_DIM_V], lses [parts, outer, inner, heads], natural log or with BASE2
+            to base 2; with indptr [rows + 1] those of row r are parts indptr[r] … indptr[r + 1], of `parts` in all;
+            sinks [heads]
+    Writes: out [outer, inner, heads, HEAD_DIM_V], lse [outer, inner, heads], of the same base
+
+    VECTOR: elements to whose multiple every row of outs and out is aligned.
     """
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
+    outer, place = (row // inner).to(tl.int64), (row % inner).to(tl.int64)
     offs_d = tl.program_id(2) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     d_mask = offs_d < HEAD_DIM_V
+    outs_ptr += head * stride_outs_head
+    lses_ptr += head * stride_lses_head
+    if indptr_ptr is not None:
+        # Data that the caller may overwrite at any time: no address outside the partials follows from it.
+        first = clamp(tl.load(indptr_ptr + row), 0, parts)
+        parts = clamp(tl.load(indptr_ptr + row + 1), first, parts) - first
+    else:
+        first = 0
+        outs_ptr += outer * stride_outs_outer + place * stride_outs_inner
+        lses_ptr += outer * stride_lses_outer + place * stride_lses_inner
     sink = 0.0
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
-    out, lse = fold_partials(
-        outs_ptr + row * stride_outs_row + head * stride_outs_head,
-        lses_ptr + row * stride_lses_row + head * stride_lses_head,
+    top, total, acc = no_partials(BLOCK_DV)
+    top, total, acc = fold_partials(
+        top,
+        total,
+        acc,
+        outs_ptr,
+        lses_ptr,
         stride_outs_part,
         stride_lses_part,
-        0,
-        1,
+        first,
+        first + 1,
         parts,
-        sink,
         offs_d,
         d_mask,
-        sinks_ptr is not None,
+        BASE2,
+        True,
         BLOCK_P,
-        BLOCK_DV,
-        1,
+        VECTOR,
     )
-    tl.store(
-        out_ptr + row * stride_out_row + head * stride_out_head + offs_d,
-        round_to(out, out_ptr.dtype.element_ty, WIDEN),
-        mask=d_mask,
+    out, lse = folded(top, total, acc, sink, sinks_ptr is not None, BASE2)
+    out_ptrs = out_ptr + (
+        outer * stride_out_outer + place * stride_out_inner + head * stride_out_head + offs_d.to(tl.int64)
     )
-    if HAS_LSE:
-        tl.store(lse_ptr + row * stride_lse_row + head * stride_lse_head, lse)
+    if VECTOR > 1:
+        out_ptrs = tl.multiple_of(out_ptrs, VECTOR * out_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    tl.store(out_ptrs, round_to(out, out_ptr.dtype.element_ty, WIDEN), mask=d_mask)
+    tl.store(lse_ptr + outer * stride_lse_outer + place * stride_lse_inner + head * stride_lse_head, lse)

@@ -351,7 +351,25 @@ def tanh(x):
 
 
 @triton.jit
+def power(difference, BASE2: tl.constexpr):
+    """The weight that a difference of log-sum-exps means; they are natural, or with BASE2 to base 2."""
+    return tl.exp2(difference if BASE2 else difference * LOG2E)
+
+
+@triton.jit
+def no_partials(BLOCK_D: tl.constexpr):
+    """What fold_partials begins with: the largest log-sum-exp, the sum of weights, the weighted sum of rows."""
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    return top, total, acc
+
+
+@triton.jit
 def fold_partials(
+    top,
+    total,
+    acc,
     out_ptr,
     lse_ptr,
     stride_out_part,
@@ -359,31 +377,30 @@ def fold_partials(
     first_slot,
     next_slot,
     parts,
-    sink,
     offs_d,
     d_mask,
-    HAS_SINK: tl.constexpr,
+    BASE2: tl.constexpr,
+    FOREIGN: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Merge `parts` partials of one row: returns its output [BLOCK_D] float32 and its natural log-sum-exp.
+    """Take `parts` partials of one row into what is folded already: returns (top, total, acc).
 
     The first lies at first_slot, part i after it at next_slot + i - 1.
 
     Online over blocks of BLOCK_P partials. (0, -inf) is the identity: a partial without keys weighs 0 whatever its row
-    holds, and if nothing has keys the result is (0, -inf) again. Only differences of log-sum-exps are taken to base 2:
-    the maximum itself stays as it was read, so that the identity changes no bit. The sink, a logit, joins the
-    denominator only. VECTOR: elements to whose multiple every row of partials is known to be aligned.
+    holds, and if nothing has keys the result is (0, -inf) again. Only differences of log-sum-exps are raised to a
+    power: the maximum itself stays as it was read, so that the identity changes no bit. FOREIGN: partials may be those
+    of other libraries, some of which mark a row without keys by +inf. VECTOR: elements to whose multiple every row of
+    partials is known to be aligned.
     """
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([BLOCK_D], tl.float32)
     for first in range(0, parts, BLOCK_P):
         part = first + tl.arange(0, BLOCK_P)
         live = part < parts
         slot = tl.where(part == 0, first_slot, next_slot + part - 1).to(tl.int64)
         lse = tl.load(lse_ptr + slot * stride_lse_part, mask=live, other=float("-inf")).to(tl.float32)
+        if FOREIGN:
+            lse = tl.where(lse == float("inf"), float("-inf"), lse)
         keyed = live & (lse != float("-inf"))  # NaN is not without keys
         row_ptrs = out_ptr + slot[:, None] * stride_out_part + offs_d[None, :]
         if VECTOR > 1:
@@ -394,17 +411,26 @@ def fold_partials(
             other=0.0,
         ).to(tl.float32)
         new_top = tl.maximum(top, tl.max(lse, 0))
-        weight = tl.exp2((lse - finite_or_zero(new_top)) * LOG2E)
-        decay = tl.exp2((top - finite_or_zero(new_top)) * LOG2E)
+        weight = power(lse - finite_or_zero(new_top), BASE2)
+        decay = power(top - finite_or_zero(new_top), BASE2)
         total = total * decay + tl.sum(weight, 0)
         acc = acc * decay + tl.sum(rows * weight[:, None], 0)
         top = new_top
+    return top, total, acc
+
+
+@triton.jit
+def folded(top, total, acc, sink, HAS_SINK: tl.constexpr, BASE2: tl.constexpr):
+    """The output and the log-sum-exp of what was folded. The sink, a natural logit, joins the denominator only."""
     denominator = total
     if HAS_SINK:
-        denominator = total + tl.where(total != 0, tl.exp2((sink - finite_or_zero(top)) * LOG2E), 0.0)
+        denominator = total + tl.where(
+            total != 0, power((sink * LOG2E if BASE2 else sink) - finite_or_zero(top), BASE2), 0.0
+        )
     out = acc / tl.where(denominator != 0, denominator, 1.0)
-    lse_out = tl.where(total != 0, top + tl.log(tl.where(total != 0, total, 1.0)), float("-inf"))
-    return out, tl.max(lse_out, 0)
+    some = tl.where(total != 0, total, 1.0)
+    lse = tl.where(total != 0, top + (tl.log2(some) if BASE2 else tl.log(some)), float("-inf"))
+    return out, tl.max(lse, 0)
 
 
 @triton.jit
