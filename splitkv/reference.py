@@ -246,6 +246,13 @@ def decode(q: Tensor, kv: Any, workspace: Any = None, **rules: Any) -> Tensor:
     return decode_with_lse(q, kv, workspace, **rules)[0]
 
 
+def decode_shared_prefix(
+    q: Tensor, kv: Any, workspace: Any, group_ids: Tensor, prefix_lens: Tensor, **rules: Any
+) -> Tensor:
+    """`splitkv.decode_shared_prefix` in plain PyTorch: what requests share changes nothing that is computed."""
+    return decode(q, kv, workspace, **rules)
+
+
 def merge(
     outs: Tensor,
     lses: Tensor,

@@ -15,6 +15,8 @@ PAGED: tl.constexpr = tl.constexpr(0)
 CONTIGUOUS: tl.constexpr = tl.constexpr(1)
 RAGGED: tl.constexpr = tl.constexpr(2)
 CSR: tl.constexpr = tl.constexpr(3)
+# No layout, but a way to count: "requests" are groups of them, and those without keys have no tile of their own.
+GROUPS: tl.constexpr = tl.constexpr(4)
 
 BALANCED: tl.constexpr = tl.constexpr(0)
 FIXED_PARTS: tl.constexpr = tl.constexpr(1)
@@ -22,6 +24,9 @@ FIXED_TOKENS: tl.constexpr = tl.constexpr(2)
 
 # The balanced schedule weighs keys in grains of 8 tokens, in 32-bit integers, whose divisions are fast.
 GRAIN: tl.constexpr = tl.constexpr(8)
+
+# Longer lengths and later positions are clamped to it: sums of two still fit 32 bits.
+MAX_TOKENS: tl.constexpr = tl.constexpr(2**30)
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -95,6 +100,8 @@ def request_work(
     _, tokens = load_q_range(b, live, qo_indptr_ptr, q_len, total_q)
     tiles = tl.cdiv(tokens * GROUP_SIZE, BLOCK_M)
     span = seq_len - start
+    if KV_KIND == GROUPS:
+        tiles = tl.where(span > 0, tiles, 0)
     if HAS_WINDOW:
         # A tile's first query token sees window_left keys further left than its last.
         TILE_TOKENS: tl.constexpr = (BLOCK_M - 2) // GROUP_SIZE + 2
@@ -307,6 +314,17 @@ def request_begin(
 def part_tokens(seq_len, SPLIT_TOKENS: tl.constexpr, PARTS: tl.constexpr):
     """With fixed split tokens: the distance of part edges, the least multiple with which PARTS parts suffice."""
     return SPLIT_TOKENS * tl.maximum(tl.cdiv(tl.cdiv(seq_len, SPLIT_TOKENS), PARTS), 1)
+
+
+@triton.jit
+def keys_before(position, shard_first, shard_step, SHARDED: tl.constexpr):
+    """How many of a request's keys stand before a position: in a shard, key j stands at shard_first + j · shard_step.
+
+    Not clamped to the keys that there are.
+    """
+    if SHARDED:
+        position = tl.cdiv(tl.maximum(position - shard_first, 0), shard_step)
+    return position
 
 
 @triton.jit
