@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,11 +14,12 @@ from torch import Tensor
 from splitkv import _interpreter, checks
 from splitkv import tiles as tile_sizes
 from splitkv.config import DTYPES, cdiv, next_power_of_2
+from splitkv.kernels.groups import group_kernel
 from splitkv.kernels.merge import merge_kernel, merge_splits_kernel
-from splitkv.kernels.prepared import Launch, PreparedLaunches
+from splitkv.kernels.prepared import Launch, PreparedLaunches, Stretch
 from splitkv.kernels.split_decode import split_decode_kernel
 from splitkv.kv import CSR, OPERANDS, PAGED, KVView
-from splitkv.variants import ALIGNED_BYTES, CallForm, Variant
+from splitkv.variants import ALIGNED_BYTES, CallForm, SharedPass, Variant
 from splitkv.workspace import Workspace
 
 MAX_SPAN = 2**30  # a wider window is none, and a longer axis of work would outgrow 32 bits
@@ -25,8 +27,8 @@ MAX_SPAN = 2**30  # a wider window is none, and a longer axis of work would outg
 
 # The kernels' names of the tensors that a call gives besides its view's.
 GIVEN = (
-    "q_ptr", "out_ptr", "lse_ptr", "qo_indptr_ptr", "sinks_ptr", "alibi_ptr", "tree_ptr", "partial_out_ptr",
-    "partial_lse_ptr",
+    "q_ptr", "out_ptr", "lse_ptr", "qo_indptr_ptr", "sinks_ptr", "alibi_ptr", "tree_ptr", "group_ids_ptr",
+    "prefix_lens_ptr", "partial_out_ptr", "partial_lse_ptr",
 )  # fmt: skip
 
 
@@ -37,7 +39,7 @@ class Plan:
     Attributes:
         device: Where.
         out, lse: Its outputs; lse None where none was asked for.
-        launches: At most two.
+        launches: At most two; four over keys that requests share.
         form: What its kernels depend on, sizes aside.
         operands: Those of both kernels by name.
     """
@@ -73,6 +75,8 @@ class PreparedCall:
         sinks: Tensor | None,
         alibi_slopes: Tensor | None,
         tree_mask: Tensor | None,
+        group_ids: Tensor | None,
+        prefix_lens: Tensor | None,
         out: Tensor | None,
         lse: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -90,6 +94,8 @@ class PreparedCall:
                 sinks,
                 alibi_slopes,
                 tree_mask,
+                group_ids,
+                prefix_lens,
                 workspace.partial_out,
                 workspace.partial_lse,
                 *kv.tensors,
@@ -164,6 +170,75 @@ def decode(
     )[0]  # fmt: skip
 
 
+def decode_shared_prefix(
+    q: Tensor,
+    kv: KVView,
+    workspace: Workspace,
+    group_ids: Tensor,
+    prefix_lens: Tensor,
+    *,
+    qo_indptr: Tensor | None = None,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    window_left: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    num_splits: int | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """As `decode`, where requests share the first pages of their caches: those are read once for many of them.
+
+    Query tokens of all requests of a group are attended to the keys that they have in common in tiles of 64 rows (or
+    the config's q_tile_rows, if more) per KV head, each request to the rest on its own, and both results are merged.
+    What comes out is what `decode` computes, up to rounding.
+
+    >>> import torch, splitkv
+    >>> config = splitkv.WorkspaceConfig(3, num_q_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16)
+    >>> workspace = splitkv.Workspace.allocate(config, device="cpu")
+    >>> k, v = torch.randn(2, 8, 16, 2, 64, dtype=torch.float16)
+    >>> table = torch.tensor([[5, 2, 7], [5, 2, 0], [1, 3, 6]], dtype=torch.int32)  # two requests begin with 5, 2
+    >>> kv = splitkv.PagedKV(k, v, table, torch.tensor([40, 35, 48], dtype=torch.int32))
+    >>> groups = torch.tensor([0, 0, -1], dtype=torch.int32)
+    >>> prefix_lens = torch.tensor([32, 32, 0], dtype=torch.int32)
+    >>> q = torch.randn(3, 4, 64, dtype=torch.float16)
+    >>> splitkv.decode_shared_prefix(q, kv, workspace, groups, prefix_lens).shape
+    torch.Size([3, 4, 64])
+
+    Like `decode` it waits for nothing and allocates nothing; it launches four kernels. group_ids and prefix_lens are
+    read on the device by each call, so that a CUDA graph is right after they were overwritten, as lengths and pages may
+    be. A config with q_tile_rows=64 leaves room for as many programs as the GPU runs at a time; with less room there
+    are fewer. With split_tokens a row's bits depend on its own inputs and on how many tokens its group has in common.
+
+    Args:
+        q, workspace: As for `decode`.
+        kv: A PagedKV, by table or CSR.
+        group_ids: [≥ batch] int32, the group of each request in 0…batch - 1, in any order; requests of another number,
+            such as -1, share nothing. Alone in its group, a request shares nothing either.
+        prefix_lens: [≥ batch] int32, how many of its first tokens a request shares with its group, whole pages or not.
+            The caller promises that any two requests of a group have the same page ids for as many tokens as both
+            share. Attended together is what all of them share: the least length of the group, or less where the query
+            tokens of one of them reach further left.
+        qo_indptr, sm_scale, causal, window_left, softcap, sinks, alibi_slopes, tree_mask, num_splits, out, lse: As for
+            `decode`. num_splits and the config's split_tokens cut both kinds of tiles.
+
+    Returns:
+        As `decode`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched. With
+            SPLITKV_DEBUG=1 also where requests of a group have other pages.
+    """
+    for name, vector in (("group_ids", group_ids), ("prefix_lens", prefix_lens)):
+        checks.check_tensor(name, vector)
+    return _attend(
+        q, kv, workspace, False, qo_indptr, sm_scale, causal, window_left, softcap, sinks, alibi_slopes, tree_mask,
+        num_splits, out, lse, group_ids, prefix_lens,
+    )[0]  # fmt: skip
+
+
 def decode_with_lse(q: Tensor, kv: KVView, workspace: Workspace, **rules: Any) -> tuple[Tensor, Tensor]:
     """As `decode`, and also returns the log-sum-exp.
 
@@ -195,6 +270,8 @@ def _attend(
     num_splits: int | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    group_ids: Tensor | None = None,
+    prefix_lens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Check the call, unless the workspace remembers one of its form, and launch it; (out, lse)."""
     form: Hashable = None
@@ -212,6 +289,8 @@ def _attend(
             None if sinks is None else _form_of(sinks),
             None if alibi_slopes is None else _form_of(alibi_slopes),
             None if tree_mask is None else _form_of(tree_mask),
+            None if group_ids is None else _form_of(group_ids),
+            None if prefix_lens is None else _form_of(prefix_lens),
             None if out is None else _form_of(out),
             None if lse is None else _form_of(lse),
         )  # fmt: skip
@@ -222,7 +301,7 @@ def _attend(
         plan = plan_decode(
             q, kv, workspace, want_lse=want_lse, qo_indptr=qo_indptr, sm_scale=sm_scale, causal=causal,
             window_left=window_left, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, tree_mask=tree_mask,
-            num_splits=num_splits, out=out, lse=lse,
+            num_splits=num_splits, out=out, lse=lse, group_ids=group_ids, prefix_lens=prefix_lens,
         )  # fmt: skip
         if form is None:
             plan.run()
@@ -230,7 +309,9 @@ def _attend(
         if call is None:
             call = PreparedCall(plan)
             workspace.remember(form, call)
-    return call.run(q, kv, workspace, qo_indptr, sinks, alibi_slopes, tree_mask, out, lse)
+    return call.run(
+        q, kv, workspace, qo_indptr, sinks, alibi_slopes, tree_mask, group_ids, prefix_lens, out, lse
+    )  # fmt: skip
 
 
 def _form_of(tensor: Tensor) -> tuple[Hashable, ...]:
@@ -373,8 +454,13 @@ def plan_decode(
     num_splits: int | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    group_ids: Tensor | None = None,
+    prefix_lens: Tensor | None = None,
 ) -> Plan:
-    """Check a decode call and say which kernels it launches, with what. Arguments as for `decode`."""
+    """Check a decode call and say which kernels it launches, with what.
+
+    Arguments as for `decode`, or with group_ids and prefix_lens as for `decode_shared_prefix`.
+    """
     # The query, the cache and the workspace belong together.
     if not isinstance(workspace, Workspace):
         raise TypeError(f"workspace: expected a splitkv.Workspace, given {type(workspace).__name__}")
@@ -431,6 +517,12 @@ def plan_decode(
             raise ValueError("tree_mask: expected causal=True (it replaces the causal rule), given causal=False")
     if num_splits is not None:
         checks.require_int("num_splits", num_splits, 1, 4096)
+    shares_keys = group_ids is not None or prefix_lens is not None
+    if shares_keys:
+        for name, vector in (("group_ids", group_ids), ("prefix_lens", prefix_lens)):
+            checks.check_index_vector(name, vector, q.device, "q", least=batch)
+        if kv.addressing.kind not in (PAGED, CSR):
+            raise TypeError(f"kv: expected a PagedKV, whose requests can share pages, given {type(kv).__name__}")
 
     if checks.debugging() and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         q_lens = [q_len] * batch
@@ -439,6 +531,8 @@ def plan_decode(
             checks.check_prefix_sums("qo_indptr", bounds, total_q)
             q_lens = [last - first for first, last in pairwise(bounds)]
         kv.check_values(q_lens, window_left)
+        if group_ids is not None and prefix_lens is not None:
+            kv.check_shared(group_ids[:batch].tolist(), prefix_lens[:batch].tolist(), q_lens, window_left)
 
     # Outputs.
     head_dim_v = kv.head_dim_v
@@ -496,9 +590,16 @@ def plan_decode(
         listed_tiles=list_capacity,
         len_hint=kv.len_hint,
         widen=_widen(config.dtype),
+        shares_keys=shares_keys,
+        has_kv_start=kv.kv_start is not None,
     )
     q_tiles = form.q_tiles(batch, total_q, kv_vector)
-    variant = form.choose(batch, q_tiles, _vector(ALIGNED_BYTES, q, out), kv_vector, stride_k == stride_v)
+    if shares_keys and batch > 1:
+        variant = form.choose_shared(
+            batch, q_tiles, total_q, _vector(ALIGNED_BYTES, q), kv_vector, stride_k == stride_v
+        )  # fmt: skip
+    else:
+        variant = form.choose(batch, q_tiles, _vector(ALIGNED_BYTES, q, out), kv_vector, stride_k == stride_v)
     out_strides = _row_strides(out, ragged, last=True)
     lse_strides = (0, 0, 0) if lse is None else _row_strides(lse, ragged, last=False)
     operands = dict(
@@ -519,6 +620,17 @@ def plan_decode(
         alibi_ptr=alibi_slopes,
         tree_ptr=tree_mask,
         list_ptr=None if kv.schedule is None else kv.schedule.buffer,
+        members_ptr=None,
+        shard_lens_ptr=None,
+        shard_starts_ptr=None,
+        group_ids_ptr=group_ids,
+        prefix_lens_ptr=prefix_lens,
+        whole_out_ptr=None,
+        whole_lse_ptr=None,
+        shared_out_ptr=None,
+        shared_lse_ptr=None,
+        groups_ptr=None,
+        places_ptr=None,
         batch=batch,
         q_len=max(q_len, 1),
         total_q=total_q,
@@ -527,6 +639,10 @@ def plan_decode(
         shares=variant.units,
         heaviest=max(1, MAX_SPAN // max(q_tiles, 1)),
         has_lse=int(lse is not None),
+        shard_first=0,
+        shard_step=1,
+        shared_shares=0,
+        shared_heaviest=1,
         sm_scale=sm_scale,
         softcap=1.0 if softcap is None else softcap,
         stride_q_batch=q_strides[0],
@@ -556,16 +672,15 @@ def _launches(
     variant: Variant, operands: dict[str, Any], batch: int, total_q: int, num_q_heads: int
 ) -> tuple[Launch, ...]:
     """The launches of a call, from the operands of both its kernels."""
+    if variant.shared is not None:
+        return _shared_launches(variant, variant.shared, operands, batch, total_q, num_q_heads)
     if not variant.listed:
         operands = {**operands, "list_ptr": None}
-
-    def of(kernel: Any) -> dict[str, Any]:
-        return {name: operands[name] for name in kernel.arg_names if name in operands}
 
     split = Launch(
         kernel=split_decode_kernel,
         grid=(variant.units * variant.split["NUM_KV_HEADS"],),
-        operands=of(split_decode_kernel),
+        operands=_operands_of(split_decode_kernel, operands),
         constants=variant.split,
         num_warps=variant.num_warps,
         dependent=variant.dependent,
@@ -574,13 +689,145 @@ def _launches(
     merge = Launch(
         kernel=merge_splits_kernel,
         grid=(total_q, num_q_heads, cdiv(variant.merge["HEAD_DIM_V"], variant.merge["BLOCK_DV"])),
-        operands=of(merge_splits_kernel),
+        operands=_operands_of(merge_splits_kernel, operands),
         constants=variant.merge,
         num_warps=1,
         dependent=variant.dependent,
     )
     # Without a query tile there is nothing to attend.
     return ((split,) if variant.q_tiles else ()) + ((merge,) if variant.merges else ())
+
+
+def _operands_of(kernel: Any, operands: dict[str, Any]) -> dict[str, Any]:
+    """Those of these operands that a kernel has parameters for."""
+    return {name: operands[name] for name in kernel.arg_names if name in operands}
+
+
+def _shared_launches(
+    variant: Variant, shared: SharedPass, operands: dict[str, Any], batch: int, total_q: int, num_q_heads: int
+) -> tuple[Launch, ...]:
+    """The launches of a call over keys that requests share.
+
+    What is shared; attention of whole groups to that; attention of each request to the rest; the merge of both. The
+    lists that the first makes take the place of the lengths, starts and rows that the others would read of the view.
+    """
+    width, partial_out = variant.merge["HEAD_DIM_V"], operands["partial_out_ptr"]
+    own_first, whole_first = shared.slot_rows, shared.slot_rows + shared.own_slot_rows
+    words_first = partial_out.numel() - shared.words
+
+    def out_rows(first: int) -> Stretch:
+        return Stretch("partial_out_ptr", 4 * first * width, torch.float32)
+
+    def lse_rows(first: int) -> Stretch:
+        return Stretch("partial_lse_ptr", 4 * first, torch.float32)
+
+    def words(first: int) -> Stretch:
+        return Stretch("partial_out_ptr", 4 * (words_first + first), torch.int32)
+
+    def launch(
+        kernel: Any, grid: tuple[int, ...], stretches: dict[str, Stretch], changes: dict[str, Any], **how: Any
+    ) -> Launch:
+        views = {name: stretch.on(operands[stretch.of]) for name, stretch in stretches.items()}
+        return Launch(
+            kernel=kernel,
+            grid=grid,
+            operands=_operands_of(kernel, {**operands, **changes, **views}),
+            stretches=stretches,
+            dependent=variant.dependent,
+            **how,
+        )
+
+    # The lists, as group_kernel writes them.
+    groups, members = words(0), words(5 * batch + 1)
+    places = words(5 * batch + 1 + 3 * total_q)
+    group_lens, group_starts, group_rows, own_starts = (words(n * batch + 1) for n in (1, 2, 3, 4))
+    head, token = width, num_q_heads * width
+    q_len = operands["q_len"]
+    ragged = operands["qo_indptr_ptr"] is not None
+    whole = dict(
+        list_ptr=None,
+        sinks_ptr=None,  # joins at the merge
+        has_lse=1,
+        stride_out_batch=0 if ragged else q_len * token,
+        stride_out_token=token,
+        stride_out_head=head,
+        stride_lse_batch=0 if ragged else q_len * num_q_heads,
+        stride_lse_token=num_q_heads,
+        stride_lse_head=1,
+    )
+    if ragged:
+        # Gathered query tokens are found as those of requests with one token each.
+        by_token = dict(
+            stride_q_batch=operands["stride_q_token"],
+            stride_q_token=0,
+            stride_out_batch=token,
+            stride_out_token=0,
+            stride_lse_batch=num_q_heads,
+            stride_lse_token=0,
+        )
+    else:
+        by_token = {}
+    shared_shares = dict(shares=shared.units, heaviest=max(1, MAX_SPAN // max(shared.q_tiles, 1)))
+    split_heads = variant.split["NUM_KV_HEADS"]
+    find = launch(
+        group_kernel,
+        (cdiv(batch + 1, shared.group["BLOCK_G"]),),
+        dict(groups_ptr=groups, members_ptr=members, places_ptr=places),
+        {},
+        constants=shared.group,
+        num_warps=4,
+    )
+    attend_shared = launch(
+        split_decode_kernel,
+        (shared.units * split_heads,),
+        dict(
+            out_ptr=out_rows(whole_first + shared.whole_rows // 2),
+            lse_ptr=lse_rows(whole_first + shared.whole_rows // 2),
+            lens_ptr=group_lens,
+            kv_start_ptr=group_starts,
+            rows_ptr=group_rows,
+            qo_indptr_ptr=groups,
+            members_ptr=members,
+        ),
+        {**whole, **by_token, **shared_shares, "tree_ptr": None, "capacity": MAX_SPAN, "window_left": 0},
+        constants=shared.split,
+        num_warps=shared.num_warps,
+        max_registers=shared.max_registers,
+    )
+    attend_own = launch(
+        split_decode_kernel,
+        (variant.units * split_heads,),
+        dict(
+            partial_out_ptr=out_rows(own_first),
+            partial_lse_ptr=lse_rows(own_first),
+            out_ptr=out_rows(whole_first),
+            lse_ptr=lse_rows(whole_first),
+            kv_start_ptr=own_starts,
+        ),
+        whole,
+        constants=variant.split,
+        num_warps=variant.num_warps,
+        max_registers=variant.max_registers,
+    )
+    merge = launch(
+        merge_splits_kernel,
+        (total_q, num_q_heads, cdiv(width, variant.merge["BLOCK_DV"])),
+        dict(
+            partial_out_ptr=out_rows(own_first),
+            partial_lse_ptr=lse_rows(own_first),
+            kv_start_ptr=own_starts,
+            whole_out_ptr=out_rows(whole_first),
+            whole_lse_ptr=lse_rows(whole_first),
+            shared_out_ptr=out_rows(0),
+            shared_lse_ptr=lse_rows(0),
+            groups_ptr=groups,
+            places_ptr=places,
+        ),
+        dict(list_ptr=None, shared_shares=shared_shares["shares"], shared_heaviest=shared_shares["heaviest"]),
+        constants=variant.merge,
+        num_warps=1,
+    )
+    return (find, attend_shared, attend_own, merge) if variant.q_tiles else (merge,)
 
 
 def _view_of(buffer: Tensor, name: str, shape: tuple[int, ...] | torch.Size) -> Tensor:
@@ -600,7 +847,10 @@ def merge(
     outs: Tensor,
     lses: Tensor,
     *,
+    indptr: Tensor | None = None,
     sinks: Tensor | None = None,
+    lse_base: float = math.e,
+    lse_layout: str = "NH",
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -612,16 +862,25 @@ def merge(
     (tensor([[1., 2.]]), tensor([0.5000]))
 
     Associative and commutative up to rounding; (0, -inf) is the identity, exactly. Partials that are to be merged are
-    made without sinks; the sink joins at the last merge.
+    made without sinks; the sink joins at the last merge. A log-sum-exp of +inf, by which some libraries mark a row
+    without keys, counts as -inf.
 
     Args:
         outs: [n, …, heads, head_dim_v] float16, bfloat16 or float32, n ≥ 1, any strides with the last 1 in which the
-            dimensions between the first and the heads lie evenly. What a partial of lse -inf holds is ignored.
-        lses: [n, …, heads] float32, natural log.
-        sinks: [heads] float32 or the dtype of outs: a logit per head that joins the denominator (not the returned lse).
-        out: [..., heads, head_dim_v] of the dtype of outs; made where None. Where head_dim_v > 128, out and lse may not
-            share memory with outs or lses.
-        lse: [..., heads] float32; made where None.
+            dimensions between the first and the last three lie evenly. What a partial of lse -inf holds is ignored.
+            With indptr: [total, heads, head_dim_v], total ≥ 0.
+        lses: [n, …, heads] float32, any strides likewise.
+        indptr: [rows + 1] int32, read on the device: row r is merged from partials indptr[r] … indptr[r + 1] of outs,
+            so that rows may have different numbers of them, or none. None: each row has n.
+        sinks: [heads] float32 or the dtype of outs: a logit per head, in natural units whatever the base, that joins
+            the denominator (not the returned lse).
+        lse_base: Of lses and lse: math.e, as decode's, or 2, as FlashInfer's.
+        lse_layout: "NH": lses and lse have the heads last; "HN": last but one, [n, …, heads, rows] and
+            […, heads, rows], as FlashAttention's.
+        out: [..., heads, head_dim_v] float16, bfloat16 or float32; made with the dtype of outs where None. It may be
+            one of the partials, outs[i], or lies apart from all of them.
+        lse: Like lses without the first dimension (with indptr: of the rows), float32; made where None. It may be
+            lses[i], or lies apart.
 
     Returns:
         (out, lse): out is exactly 0 and lse -inf where no partial saw a key.
@@ -633,10 +892,27 @@ def merge(
     lses = checks.check_tensor("lses", lses)
     checks.check_dtype("outs", outs, *DTYPES)
     checks.check_dtype("lses", lses, torch.float32)
-    if outs.dim() < 2 or outs.shape[0] < 1 or outs.shape[-1] < 1:
+    if indptr is not None:
+        checks.check_rank("outs", outs, 3)
+    if outs.dim() < 2 or (outs.shape[0] < 1 and indptr is None) or outs.shape[-1] < 1:
         raise ValueError(f"outs: expected shape [n ≥ 1, …, head_dim_v ≥ 1], given {checks.shape_text(outs.shape)}")
     checks.check_last_stride("outs", outs)
-    checks.check_shape("lses", lses, outs.shape[:-1])
+    if isinstance(lse_base, bool) or not isinstance(lse_base, (int, float)) or lse_base not in (math.e, 2):
+        raise ValueError(f"lse_base: expected math.e or 2, given {lse_base!r}")
+    if lse_layout not in ("NH", "HN"):
+        raise ValueError(f'lse_layout: expected "NH" or "HN", given {lse_layout!r}')
+    heads_last = lse_layout == "NH"
+    if not heads_last and outs.dim() < (4 if indptr is None else 3):
+        raise ValueError(
+            f'lse_layout: expected "NH" for outs without a dimension of rows, given "HN" for '
+            f"{checks.shape_text(outs.shape)}"
+        )
+
+    def lse_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of log-sum-exps whose heads are last in this shape."""
+        return shape if heads_last else (*shape[:-2], shape[-1], shape[-2])
+
+    checks.check_shape("lses", lses, lse_shape(outs.shape[:-1]))
     checks.check_device("lses", lses, outs.device, "outs")
     refusal = _interpreter.why_not(outs.device.type)
     if refusal is not None:
@@ -645,79 +921,101 @@ def merge(
         if outs.dim() < 3:
             raise ValueError(f"sinks: expected outs with a dimension of heads, given {checks.shape_text(outs.shape)}")
         _check_heads("sinks", sinks, outs, "outs", torch.float32, outs.dtype)
-    if out is not None:
+    out_shape: tuple[int, ...] = outs.shape[1:]
+    if indptr is not None:
+        checks.check_index_vector("indptr", indptr, outs.device, "outs", least=1)
+        out_shape = (indptr.shape[0] - 1, *outs.shape[1:])
+        if checks.debugging() and not (outs.is_cuda and torch.cuda.is_current_stream_capturing()):
+            checks.check_prefix_sums("indptr", indptr.tolist(), outs.shape[0])
+    head_dim_v = outs.shape[-1]
+    block = min(1024, max(16, next_power_of_2(head_dim_v)))
+    # With several blocks of columns, or partials of other rows, a program could overwrite what another has yet to read.
+    within = head_dim_v <= block and indptr is None
+    if out is None:
+        out = torch.empty(out_shape, dtype=outs.dtype, device=outs.device)
+    else:
         checks.check_tensor("out", out)
-        checks.check_dtype("out", out, outs.dtype)
-        checks.check_shape("out", out, outs.shape[1:])
+        checks.check_dtype("out", out, *DTYPES)
+        checks.check_shape("out", out, out_shape)
         checks.check_device("out", out, outs.device, "outs")
         checks.check_last_stride("out", out)
         checks.check_no_overlap("out", out)
-    if lse is not None:
+        checks.check_in_place("out", out, "outs", outs, within)
+    if lse is None:
+        lse = torch.empty(lse_shape(out_shape[:-1]), dtype=torch.float32, device=outs.device)
+    else:
         checks.check_tensor("lse", lse)
         checks.check_dtype("lse", lse, torch.float32)
-        checks.check_shape("lse", lse, outs.shape[1:-1])
+        checks.check_shape("lse", lse, lse_shape(out_shape[:-1]))
         checks.check_device("lse", lse, outs.device, "outs")
         checks.check_no_overlap("lse", lse)
-    rows, heads = _rows_and_heads("outs", outs.shape[1:-1], outs.stride()[1:-1])
-    lses_rows, lses_heads = _rows_and_heads("lses", lses.shape[1:], lses.stride()[1:])
-    out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device) if out is None else out
-    lse = torch.empty(lses.shape[1:], dtype=torch.float32, device=lses.device) if lse is None else lse
-    out_rows, out_heads = _rows_and_heads("out", out.shape[:-1], out.stride()[:-1])
-    lse_rows, lse_heads = _rows_and_heads("lse", lse.shape, lse.stride())
-    head_dim_v = outs.shape[-1]
-    block = min(128, max(16, next_power_of_2(head_dim_v)))
-    if head_dim_v > block:
-        # Several programs share a row then, and one could overwrite what another has yet to read.
-        read = {tensor.untyped_storage().data_ptr() for tensor in (outs, lses)}
-        for name, tensor in (("out", out), ("lse", lse)):
-            if tensor.untyped_storage().data_ptr() in read:
-                raise ValueError(
-                    f"{name}: expected memory apart from outs and lses where head_dim_v > {block}, given a tensor that "
-                    f"shares it (head_dim_v {head_dim_v})"
-                )
+        checks.check_in_place("lse", lse, "lses", lses, within)
+    if not heads_last:
+        lses, written_lse = lses.transpose(-2, -1), lse.transpose(-2, -1)
+    else:
+        written_lse = lse
+    if indptr is None:
+        outs_strides = outs.stride(0), *_row_and_head_strides("outs", outs.shape[1:-1], outs.stride()[1:-1])
+        lses_strides = lses.stride(0), *_row_and_head_strides("lses", lses.shape[1:], lses.stride()[1:])
+    else:
+        outs_strides, lses_strides = (outs.stride(0), 0, 0, outs.stride(1)), (lses.stride(0), 0, 0, lses.stride(1))
+    out_strides = _row_and_head_strides("out", out.shape[:-1], out.stride()[:-1])
+    lse_strides = _row_and_head_strides("lse", written_lse.shape, written_lse.stride())
+    heads = out_shape[-2] if len(out_shape) > 1 else 1
+    vector = min(_vector(ALIGNED_BYTES, outs), _vector(ALIGNED_BYTES, out))
     Launch(
         kernel=merge_kernel,
-        grid=(rows[0], heads[0], cdiv(head_dim_v, block)),
+        grid=(math.prod(out_shape[:-2]), heads, cdiv(head_dim_v, block)),
         operands=dict(
             outs_ptr=outs,
             lses_ptr=lses,
             out_ptr=out,
             lse_ptr=lse,
             sinks_ptr=sinks,
+            indptr_ptr=indptr,
             parts=outs.shape[0],
-            stride_outs_part=outs.stride(0),
-            stride_outs_row=rows[1],
-            stride_outs_head=heads[1],
-            stride_lses_part=lses.stride(0),
-            stride_lses_row=lses_rows[1],
-            stride_lses_head=lses_heads[1],
-            stride_out_row=out_rows[1],
-            stride_out_head=out_heads[1],
-            stride_lse_row=lse_rows[1],
-            stride_lse_head=lse_heads[1],
+            inner=max(out_shape[-3], 1) if len(out_shape) > 2 else 1,
+            stride_outs_part=outs_strides[0],
+            stride_outs_outer=outs_strides[1],
+            stride_outs_inner=outs_strides[2],
+            stride_outs_head=outs_strides[3],
+            stride_lses_part=lses_strides[0],
+            stride_lses_outer=lses_strides[1],
+            stride_lses_inner=lses_strides[2],
+            stride_lses_head=lses_strides[3],
+            stride_out_outer=out_strides[0],
+            stride_out_inner=out_strides[1],
+            stride_out_head=out_strides[2],
+            stride_lse_outer=lse_strides[0],
+            stride_lse_inner=lse_strides[1],
+            stride_lse_head=lse_strides[2],
         ),
-        constants=dict(HEAD_DIM_V=head_dim_v, HAS_LSE=True, WIDEN=_widen(outs.dtype), BLOCK_P=16, BLOCK_DV=block),
+        constants=dict(
+            HEAD_DIM_V=head_dim_v,
+            BASE2=lse_base == 2,
+            WIDEN=_widen(out.dtype),
+            VECTOR=vector,
+            BLOCK_P=min(16, 2048 // block),
+            BLOCK_DV=block,
+        ),
         num_warps=1,
     ).run(outs.device)
     return out, lse
 
 
-def _rows_and_heads(
-    name: str, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Leading dimensions as (rows, stride) and (heads, stride); raises where the rows do not lie evenly."""
+def _row_and_head_strides(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int]:
+    """Strides of all row dimensions but the last, of that, and of the heads; raises where the first lie unevenly."""
     if not shape:
-        return (1, 0), (1, 0)
-    heads = (shape[-1], strides[-1])
-    size, stride = 1, 0
-    for n, step in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
+        return 0, 0, 0
+    size, outer = 1, 0
+    for n, step in zip(reversed(shape[:-2]), reversed(strides[:-2]), strict=True):
         if n == 1:
             continue
-        if size > 1 and step != size * stride:
+        if size > 1 and step != size * outer:
             raise ValueError(
                 f"{name}: expected leading dimensions that lie evenly in memory, given shape "
                 f"{checks.shape_text(shape)} with strides {checks.shape_text(strides)}"
             )
-        stride = step if size == 1 else stride
+        outer = step if size == 1 else outer
         size *= n
-    return (size, stride), heads
+    return outer, strides[-2] if len(shape) > 1 else 0, strides[-1]

@@ -15,6 +15,7 @@ __all__ = [
     "check_device",
     "check_dtype",
     "check_finite",
+    "check_in_place",
     "check_index_vector",
     "check_last_stride",
     "check_no_overlap",
@@ -83,6 +84,42 @@ def check_no_overlap(name: str, tensor: Tensor) -> None:
     """Raise ValueError where a tensor that will be written has an expanded dimension: its rows would share memory."""
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError(f"{name}: expected memory of its own per row, given strides {shape_text(tensor.stride())}")
+
+
+def check_in_place(name: str, tensor: Tensor, of: str, parts: Tensor, within: bool) -> None:
+    """Raise ValueError unless a tensor that will be written lies apart from `parts` [n, …], which are read.
+
+    With `within` it may also be parts[i], or lie between them like another one, as in a buffer of one part more.
+    """
+    (first, last), (first_part, last_part) = _extent(tensor), _extent(parts)
+    if last <= first_part or last_part <= first:
+        return
+    if within and tensor.dtype == parts.dtype:
+        rows = list(zip(parts.shape, parts.stride(), strict=True))
+        same = all(size <= 1 or stride == own for (size, stride), own in zip(rows[1:], tensor.stride(), strict=True))
+        step = parts.stride(0) if parts.shape[0] > 1 else 0
+        distance = (tensor.data_ptr() - parts.data_ptr()) // tensor.element_size()
+        if same and distance == 0:
+            return
+        if same and step and distance % step == 0:
+            # Parts of one row span less than the distance of rows that lie further apart than parts.
+            span = (max(distance // step, parts.shape[0] - 1) - min(distance // step, 0) + 1) * step
+            if all(stride <= step or stride >= span for size, stride in rows[1:] if size > 1):
+                return
+    raise ValueError(
+        f"{name}: expected memory apart from {of}"
+        + (f", or that of one of {of}" if within else "")
+        + f", given a tensor of shape {shape_text(tensor.shape)} that shares memory with it"
+    )
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The addresses from a tensor's first byte to past its last."""
+    first = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return first, first
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (reach + 1) * tensor.element_size()
 
 
 def check_index_vector(name: str, tensor: object, device: torch.device, of: str, least: int | None = None) -> Tensor:

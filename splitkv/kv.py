@@ -253,6 +253,57 @@ class KVView:
                         f"{self.k.shape[0] - 1} for the {seq_len} tokens of row {b}, given {page} for its page {place}"
                     )
 
+    def check_shared(
+        self, group_ids: Sequence[int], prefix_lens: Sequence[int], q_lens: Sequence[int], window_left: int | None
+    ) -> None:
+        """Read page ids back from the device and raise where requests of a group do not share those of their prefix.
+
+        Args:
+            group_ids, prefix_lens: As for `splitkv.decode_shared_prefix`, of each request.
+            q_lens, window_left: As for `check_values`.
+
+        Raises:
+            ValueError: naming the tensor, the row, what was expected and given.
+        """
+        where, batch = self.addressing, len(group_ids)
+        checks.check_values("group_ids", group_ids, -(2**31), batch - 1)
+        checks.check_values("prefix_lens", prefix_lens, 0)
+        if where.table is None:
+            return
+        rows = range(batch) if self.rows is None else self.rows[:batch].tolist()
+        bounds = [] if where.indptr is None else where.indptr[: batch + 1].tolist()
+        starts = [0] * batch if self.kv_start is None else self.kv_start[:batch].tolist()
+        lens = [] if where.lens is None else where.lens[:batch].tolist()
+        if where.kind == CSR:
+            lens = [
+                (last - first - 1) * where.page_size + tail if last > first else 0
+                for (first, last), tail in zip(pairwise(bounds), lens, strict=True)
+            ]
+        firsts: dict[int, int] = {}
+        for b, group in enumerate(group_ids):
+            if group < 0:
+                continue
+            a = firsts.setdefault(group, b)
+            low = max(starts[a], starts[b])
+            if window_left is not None:
+                low = max(low, lens[a] - q_lens[a] - window_left, lens[b] - q_lens[b] - window_left)
+            first, last = (
+                low // where.page_size,
+                cdiv(min(prefix_lens[a], prefix_lens[b], lens[a], lens[b]), where.page_size),
+            )
+            ids = [
+                where.table[rows[c], first:last] if where.kind == PAGED
+                else where.table[bounds[c] + first : bounds[c] + max(first, last)]
+                for c in (a, b)
+            ]  # fmt: skip
+            for place, (known, other) in enumerate(zip(*(each.tolist() for each in ids), strict=True), start=first):
+                if known != other:
+                    name = "page_table" if where.kind == PAGED else "page_indices"
+                    raise ValueError(
+                        f"{name}: expected the pages of row {a} in the common prefix of row {b}, of the same group "
+                        f"{group}: {known} for page {place}, given {other}"
+                    )
+
 
 class PagedKV(KVView):
     """A cache of pages, found through a page table.

@@ -246,28 +246,60 @@ def decode(q: Tensor, kv: Any, workspace: Any = None, **rules: Any) -> Tensor:
     return decode_with_lse(q, kv, workspace, **rules)[0]
 
 
+def decode_shared_prefix(
+    q: Tensor, kv: Any, workspace: Any, group_ids: Tensor, prefix_lens: Tensor, **rules: Any
+) -> Tensor:
+    """`splitkv.decode_shared_prefix` in plain PyTorch: what requests share changes nothing that is computed."""
+    return decode(q, kv, workspace, **rules)
+
+
 def merge(
-    outs: Tensor, lses: Tensor, *, sinks: Tensor | None = None, dtype: torch.dtype | None = None
+    outs: Tensor,
+    lses: Tensor,
+    *,
+    indptr: Tensor | None = None,
+    sinks: Tensor | None = None,
+    lse_base: float = math.e,
+    lse_layout: str = "NH",
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`splitkv.merge` in plain PyTorch.
+    """`splitkv.merge` in plain PyTorch. Arguments as for that.
 
     Args:
-        outs: [n, …, head_dim_v].
-        lses: [n, …], natural log.
-        sinks: [heads], where the last dimension of lses is heads.
         dtype: Compute in this dtype and return it; None: compute in float32, return out like outs, lse float32.
     """
     compute = dtype or torch.float32
-    partial, weights = outs.to(compute), lses.to(compute)
+    weights = lses.to(compute)
+    if lse_layout == "HN":
+        weights = weights.transpose(-2, -1)
+    weights = weights.masked_fill(weights == math.inf, -math.inf) * math.log(lse_base)
+    partial = outs.to(compute)
+    if indptr is None:
+        out, lse = _merge(partial, weights, sinks)
+    else:
+        bounds = [min(max(int(i), 0), outs.shape[0]) for i in indptr]
+        out = partial.new_zeros(len(bounds) - 1, *outs.shape[1:])
+        lse = weights.new_full((len(bounds) - 1, *weights.shape[1:]), -math.inf)
+        for row, (first, last) in enumerate(pairwise(bounds)):
+            if last > first:
+                out[row], lse[row] = _merge(partial[first:last], weights[first:last], sinks)
+    lse = lse / math.log(lse_base)
+    if lse_layout == "HN":
+        lse = lse.transpose(-2, -1)
+    return (out, lse) if dtype is not None else (out.to(outs.dtype), lse)
+
+
+def _merge(partial: Tensor, weights: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Merge partials [n, …, head_dim_v] with natural log-sum-exps [n, …] of the same dtype."""
     lse = torch.logsumexp(weights, dim=0)
     top = torch.where(lse == -math.inf, torch.zeros_like(lse), lse)
     weight = torch.exp(weights - top)
     partial = torch.where((weight > 0)[..., None], partial, torch.zeros_like(partial))
     out = einsum(weight, partial, "n ..., n ... d -> ... d")
     if sinks is not None:
-        out = out / (1 + torch.exp(sinks.to(compute) - top))[..., None]
+        out = out / (1 + torch.exp(sinks.to(out.dtype) - top))[..., None]
         out = torch.where((lse == -math.inf)[..., None], torch.zeros_like(out), out)
-    return (out, lse) if dtype is not None else (out.to(outs.dtype), lse)
+    return out, lse
 
 
 def append_kv(k_new: Tensor, v_new: Tensor, kv: Any, slots: Tensor) -> None:

@@ -269,14 +269,15 @@ def same_computation(q: Tensor, kv: KVView, order: int = 0, **rules: Any) -> tup
         return reference.decode_with_lse(q, kv, attend=attend, **rules)
 
 
-def expect_merge(outs: Tensor, lses: Tensor, *, sinks: Tensor | None = None) -> Expected:
+def expect_merge(outs: Tensor, lses: Tensor, *, sinks: Tensor | None = None, lse_base: float = math.e) -> Expected:
     """What `splitkv.merge` must return, and its error budget.
 
     Args:
-        outs, lses, sinks: As for `splitkv.merge`.
+        outs, lses, sinks, lse_base: As for `splitkv.merge`.
     """
-    out, lse = reference.merge(outs, lses, sinks=sinks, dtype=torch.float64)
-    logits = lses if sinks is None else torch.cat([lses, sinks.float().expand(1, *lses.shape[1:])])
+    out, lse = reference.merge(outs, lses, sinks=sinks, lse_base=lse_base, dtype=torch.float64)
+    natural = lses if lse_base == math.e else lses * math.log(lse_base)
+    logits = natural if sinks is None else torch.cat([natural, sinks.float().expand(1, *lses.shape[1:])])
     seen = lses > -math.inf
     weights = torch.softmax(logits, dim=0)[: lses.shape[0]].masked_fill(~seen, 0.0)
     terms = weights[..., None] * outs.float().masked_fill(~seen[..., None], 0.0)

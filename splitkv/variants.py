@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from splitkv.schedule import BALANCED, FIXED_PARTS, FIXED_TOKENS
 from splitkv.tiles_io import TileTable
 
 ALIGNED_BYTES = 16  # rows that are aligned to it are copied in pieces of it
+TALL_ROWS = 64  # of tiles that hold query tokens of many requests, where the config's are not taller
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Variant:
         merges: Whether the second one is launched.
         num_warps, max_registers: Of the first.
         dependent: Whether a kernel may start while the one before it ends.
+        shared: The pass over shared keys that goes before, or None.
     """
 
     q_tiles: int
@@ -39,6 +41,32 @@ class Variant:
     num_warps: int
     max_registers: int
     dependent: bool
+    shared: SharedPass | None = None
+
+
+@dataclass(frozen=True)
+class SharedPass:
+    """The pass of `decode_shared_prefix` over the keys that requests have in common, and where both leave results.
+
+    Attributes:
+        q_tiles, units, split, num_warps, max_registers: Of its kernel, as for `Variant`.
+        group: Constants of the kernel that finds out what is shared.
+        slot_rows: Rows of the workspace's partial_out that its partials take, from the first.
+        own_slot_rows: Rows after these for the partials of the other pass.
+        whole_rows: Rows after these for tiles in one part: one per query token and head of the one and the other pass.
+        words: 32-bit words, at the end of partial_out, of the lists that say what is shared.
+    """
+
+    q_tiles: int
+    units: int
+    split: dict[str, Any]
+    num_warps: int
+    max_registers: int
+    group: dict[str, Any]
+    slot_rows: int
+    own_slot_rows: int
+    whole_rows: int
+    words: int
 
 
 def choose_tiles(
@@ -73,6 +101,8 @@ class CallForm:
         listed_tiles: Most query tiles of a call that reads the view's work list; None: none does.
         len_hint: The view's: typical length in tokens.
         widen: Whether products are computed in float32, for Triton's interpreter.
+        shares_keys: Whether keys that requests have in common are attended for all of them at once.
+        has_kv_start: Whether requests may have tokens hidden on the left.
     """
 
     config: WorkspaceConfig
@@ -96,6 +126,8 @@ class CallForm:
     listed_tiles: int | None
     len_hint: int | None
     widen: bool
+    shares_keys: bool = False
+    has_kv_start: bool = False
 
     def rows(self, kv_vector: int) -> int:
         """Rows of a query tile."""
@@ -180,6 +212,7 @@ class CallForm:
             HEAD_DIM=self.head_dim,
             MULTI_TOKEN=self.q_len is None or self.q_len > 1 or self.has_tree,
             CAUSAL=self.causal,
+            FIRST_KEYS=False,
             HAS_SOFTCAP=self.has_softcap,
             # Beside keys that are loaded element by element the rest is no matter: fewer kernels to compile.
             Q_VECTOR=q_vector if kv_vector > 1 else 1,
@@ -200,6 +233,10 @@ class CallForm:
             RIGHT_BOUND=self.causal and not self.has_tree,
             BLOCK_P=block_p,
             BLOCK_DV=min(max(16, next_power_of_2(self.head_dim_v)), 2048 // max(block_p, 16)),
+            SHARED_BLOCK_M=0,
+            SHARED_MIN_CHUNK=0,
+            SHARED_SEGMENT_COST=0,
+            SHARED_TILE_COST=0,
         )
         return Variant(
             q_tiles=q_tiles,
@@ -216,6 +253,94 @@ class CallForm:
             dependent=target.dependent_launch,
         )
 
+    def _slot_rows(self, cut: Variant) -> int:
+        """Rows of partial_out that the partials of these kernels take at most."""
+        balanced = cut.split["SCHEDULE"] == BALANCED
+        # A single share per head, or a single part of each tile, cuts nothing.
+        slots = 0 if (cut.units if balanced else cut.split["PARTS"]) == 1 else 2 * cut.units if balanced else cut.units
+        return slots * self.num_kv_heads * int(cut.split["BLOCK_M"])
+
+    def choose_shared(
+        self, batch: int, q_tiles: int, total_q: int, q_vector: int, kv_vector: int, same_strides: bool
+    ) -> Variant:
+        """The kernels of a call of `decode_shared_prefix` of two or more requests.
+
+        Args:
+            batch, q_tiles, q_vector, kv_vector, same_strides: As for `choose`.
+            total_q: Query tokens.
+
+        Raises:
+            ValueError: partials that the workspace cannot hold, or no tiles that fit the device.
+        """
+        width, fixed = self.head_dim_v, self.num_splits is not None or self.config.split_tokens is not None
+        words = 5 * (batch + total_q) + 1
+        whole_rows = 2 * total_q * self.num_kv_heads * self.group_size
+        held = min((self.partial_elements - words) // width, self.partial_rows)
+        room = held - whole_rows
+        if room < 0:
+            raise ValueError(
+                f"workspace: expected partials of at least {whole_rows} rows of width {width} for {total_q} query "
+                f"tokens over shared keys, given {max(held, 0)}: q_tile_rows=64 or a larger max_splits in its config "
+                "makes room"
+            )
+        # Rows that are whole are float32 and written like q's.
+        q_vector = q_vector if width % q_vector == 0 else 1
+
+        # The common keys of a group: all its query tokens see them, but for keys on the left that some do not see.
+        rows = self.config.q_tile_rows if fixed else max(self.config.q_tile_rows, TALL_ROWS)
+        tall = replace(
+            self, config=replace(self.config, q_tile_rows=rows), q_len=None, causal=False, has_window=False,
+            has_tree=False, listed_tiles=None,
+        )  # fmt: skip
+        tall_tiles = tile_bound(max(batch // 2, 1), total_q, self.group_size, tall.rows(kv_vector))
+
+        def attempt(form: CallForm, tiles: int, rows_given: int) -> tuple[Variant, int]:
+            form = replace(form, partial_elements=rows_given * width, partial_rows=rows_given)
+            chosen = form.choose(batch, tiles, q_vector, kv_vector, same_strides)
+            return chosen, self._slot_rows(chosen)
+
+        # Where the partials of as many programs as run at a time do not fit, both passes get fewer.
+        enough = 2**40
+        _, shared_rows = attempt(tall, tall_tiles, enough)
+        _, own_rows = attempt(self, q_tiles, enough)
+        if not fixed and shared_rows + own_rows > room:
+            shared_rows = room * shared_rows // (shared_rows + own_rows)
+        shared, slot_rows = attempt(tall, tall_tiles, room if fixed else shared_rows)
+        own, own_slot_rows = attempt(self, q_tiles, room - slot_rows)
+        sizes = dict(
+            SHARED_BLOCK_M=shared.split["BLOCK_M"],
+            SHARED_MIN_CHUNK=shared.split["MIN_CHUNK"],
+            SHARED_SEGMENT_COST=shared.split["SEGMENT_COST"],
+            SHARED_TILE_COST=shared.split["TILE_COST"],
+        )
+        return replace(
+            own,
+            listed=False,
+            merges=True,
+            merge=dict(own.merge, BLOCK_P=16, BLOCK_DV=min(max(16, next_power_of_2(width)), 128), **sizes),
+            shared=SharedPass(
+                q_tiles=tall_tiles,
+                units=shared.units,
+                split=dict(shared.split, FIRST_KEYS=self.has_window or self.has_kv_start),
+                num_warps=shared.num_warps,
+                max_registers=shared.max_registers,
+                group=dict(
+                    PAGE_SIZE=self.page_size,
+                    KV_KIND=self.kind,
+                    HAS_WINDOW=self.has_window,
+                    CAUSAL=self.causal,
+                    HAS_TREE=self.has_tree,
+                    DEPENDENT_LAUNCH=self.target.dependent_launch,
+                    BLOCK_G=16,
+                    BLOCK_B=64,
+                ),
+                slot_rows=slot_rows,
+                own_slot_rows=own_slot_rows,
+                whole_rows=whole_rows,
+                words=words,
+            ),
+        )
+
     def variants(self, max_batch: int | None = None) -> Iterator[Variant]:
         """The kernels of every call of this form that decode accepts; those of one call may come more than once.
 
@@ -230,7 +355,10 @@ class CallForm:
                 for q_vector in {vector, 1} if kv_vector > 1 else {1}:
                     for same_strides in (True, False) if self.by_page and kv_vector > 1 else (False,):
                         try:
-                            yield self.choose(batch, q_tiles, q_vector, kv_vector, same_strides)
+                            if self.shares_keys and batch > 1:
+                                yield self.choose_shared(batch, q_tiles, 1, q_vector, kv_vector, same_strides)
+                            else:
+                                yield self.choose(batch, q_tiles, q_vector, kv_vector, same_strides)
                         except ValueError:
                             continue  # decode refuses it too
 

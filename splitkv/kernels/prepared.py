@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from splitkv.kernels.launch import compile_options, launch
+
+
+class Stretch(NamedTuple):
+    """Part of a tensor that a call gives, as an operand of its own.
+
+    Attributes:
+        of: The tensor's name.
+        offset: Bytes from its start.
+        dtype: What lies there.
+    """
+
+    of: str
+    offset: int
+    dtype: torch.dtype
+
+    def on(self, tensor: Tensor) -> Tensor:
+        """All from there on, of a contiguous tensor."""
+        return tensor.view(-1).view(torch.uint8)[self.offset :].view(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -24,6 +42,7 @@ class Launch:
         operands: Tensors (or None), integers and floats by parameter name.
         constants: Compile-time constants by parameter name.
         num_warps, dependent, max_registers: As for `splitkv.kernels.launch.launch`.
+        stretches: Operands that are stretches of other tensors, by parameter name; `operands` has them too.
     """
 
     kernel: Any
@@ -33,6 +52,7 @@ class Launch:
     num_warps: int
     dependent: bool = False
     max_registers: int = 0
+    stretches: Mapping[str, Stretch] = field(default_factory=dict)
 
     def run(self, device: torch.device) -> None:
         """Enqueue it on the current stream of `device`, which is that of the tensors."""
@@ -81,9 +101,18 @@ class PreparedLaunches:
     def __init__(self, launches: Sequence[Launch], names: Sequence[str], device: torch.device) -> None:
         launches = [step for step in launches if 0 not in step.grid]
         self._device, self._index, self._names = device, device.index, tuple(names)
-        self._given = [[name for name in names if step.operands.get(name) is not None] for step in launches]
+        self._given = [
+            [name for name in names if step.operands.get(name) is not None and name not in step.stretches]
+            for step in launches
+        ]
         self._launches = [
-            replace(step, operands={name: None if name in names else value for name, value in step.operands.items()})
+            replace(
+                step,
+                operands={
+                    name: None if name in names or name in step.stretches else value
+                    for name, value in step.operands.items()
+                },
+            )
             for step in launches
         ]
         self._compiled: list[_CompiledLaunch] | None = None
@@ -103,10 +132,16 @@ class PreparedLaunches:
         if self._compiled is None:
             by_name = dict(zip(self._names, tensors, strict=True))
             for step, given in zip(self._launches, self._given, strict=True):
-                replace(step, operands={**step.operands, **{name: by_name[name] for name in given}}).run(self._device)
+                operands = {**step.operands, **{name: by_name[name] for name in given}}
+                for name, stretch in step.stretches.items():
+                    whole = by_name[stretch.of]
+                    assert whole is not None
+                    operands[name] = stretch.on(whole)
+                replace(step, operands=operands).run(self._device)
             return
         # Addresses, since Triton would ask the driver about every tensor.
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        addresses.append(None)  # of pointers that no call gives
         driver = triton.runtime.driver.active
         if driver.get_current_device() == self._index:
             stream = driver.get_current_stream(self._index)
@@ -124,18 +159,31 @@ class _CompiledLaunch:
 
     def __init__(self, launch: Launch, names: Sequence[str]) -> None:
         parameters = launch.kernel.arg_names
-        pointers = [name for name in parameters if name in names]
+        pointers = [
+            name
+            for name in parameters
+            if name in names or name in launch.stretches or (name in launch.operands and launch.operands[name] is None)
+        ]
         if parameters[: len(pointers)] != pointers:
             raise ValueError(f"kernel: expected parameters that begin with the pointers, given {parameters}")
         values = {**launch.operands, **launch.constants}
         self._rest = tuple(values[name] for name in parameters[len(pointers) :])
-        self._pointers_of = itemgetter(*(names.index(name) for name in pointers))
+        places = {name: place for place, name in enumerate(names)}
+        places |= {name: places[stretch.of] for name, stretch in launch.stretches.items()}
+        pick = itemgetter(*(places.get(name, len(names)) for name in pointers))
+        self._pointers_of: Callable[[Sequence[int | None]], Sequence[int | None]] = pick
+        if launch.stretches:
+            offsets = [launch.stretches[name].offset if name in launch.stretches else 0 for name in pointers]
+            self._pointers_of = lambda addresses: [
+                address if address is None else address + offset
+                for address, offset in zip(pick(addresses), offsets, strict=True)
+            ]
         self._grid = (*launch.grid, 1, 1)[:3]
         self._compiled = compiled = launch.compile()
         self._start, self._function, self._metadata = compiled.run, compiled.function, compiled.packed_metadata
 
     def enqueue(self, stream: int, addresses: Sequence[int | None]) -> None:
-        """Launch on `stream`, a raw one of the current device, with these addresses of all named tensors."""
+        """Launch on `stream`, a raw one of the current device, with these addresses of all named tensors, and None."""
         hooks = triton.knobs.runtime
         if _hooked(hooks.launch_enter_hook) or _hooked(hooks.launch_exit_hook):
             # A profiler listens.

@@ -15,6 +15,8 @@ PAGED: tl.constexpr = tl.constexpr(0)
 CONTIGUOUS: tl.constexpr = tl.constexpr(1)
 RAGGED: tl.constexpr = tl.constexpr(2)
 CSR: tl.constexpr = tl.constexpr(3)
+# No layout, but a way to count: "requests" are groups of them, and those without keys have no tile of their own.
+GROUPS: tl.constexpr = tl.constexpr(4)
 
 BALANCED: tl.constexpr = tl.constexpr(0)
 FIXED_PARTS: tl.constexpr = tl.constexpr(1)
@@ -22,6 +24,9 @@ FIXED_TOKENS: tl.constexpr = tl.constexpr(2)
 
 # The balanced schedule weighs keys in grains of 8 tokens, in 32-bit integers, whose divisions are fast.
 GRAIN: tl.constexpr = tl.constexpr(8)
+
+# Longer lengths and later positions are clamped to it: sums of two still fit 32 bits.
+MAX_TOKENS: tl.constexpr = tl.constexpr(2**30)
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -95,6 +100,8 @@ def request_work(
     _, tokens = load_q_range(b, live, qo_indptr_ptr, q_len, total_q)
     tiles = tl.cdiv(tokens * GROUP_SIZE, BLOCK_M)
     span = seq_len - start
+    if KV_KIND == GROUPS:
+        tiles = tl.where(span > 0, tiles, 0)
     if HAS_WINDOW:
         # A tile's first query token sees window_left keys further left than its last.
         TILE_TOKENS: tl.constexpr = (BLOCK_M - 2) // GROUP_SIZE + 2
@@ -339,6 +346,17 @@ def part_tokens(seq_len, SPLIT_TOKENS: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
+def keys_before(position, shard_first, shard_step, SHARDED: tl.constexpr):
+    """How many of a request's keys stand before a position: in a shard, key j stands at shard_first + j · shard_step.
+
+    Not clamped to the keys that there are.
+    """
+    if SHARDED:
+        position = tl.cdiv(tl.maximum(position - shard_first, 0), shard_step)
+    return position
+
+
+@triton.jit
 def even_edge(part, parts, tokens):
     """floor(part · tokens / parts), without a product that outgrows 32 bits."""
     return part * (tokens // parts) + part * (tokens % parts) // parts
@@ -380,7 +398,25 @@ def tanh(x):
 
 
 @triton.jit
+def power(difference, BASE2: tl.constexpr):
+    """The weight that a difference of log-sum-exps means; they are natural, or with BASE2 to base 2."""
+    return tl.exp2(difference if BASE2 else difference * LOG2E)
+
+
+@triton.jit
+def no_partials(BLOCK_D: tl.constexpr):
+    """What fold_partials begins with: the largest log-sum-exp, the sum of weights, the weighted sum of rows."""
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    return top, total, acc
+
+
+@triton.jit
 def fold_partials(
+    top,
+    total,
+    acc,
     out_ptr,
     lse_ptr,
     stride_out_part,
@@ -388,31 +424,30 @@ def fold_partials(
     first_slot,
     next_slot,
     parts,
-    sink,
     offs_d,
     d_mask,
-    HAS_SINK: tl.constexpr,
+    BASE2: tl.constexpr,
+    FOREIGN: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Merge `parts` partials of one row: returns its output [BLOCK_D] float32 and its natural log-sum-exp.
+    """Take `parts` partials of one row into what is folded already: returns (top, total, acc).
 
     The first lies at first_slot, part i after it at next_slot + i - 1.
 
     Online over blocks of BLOCK_P partials. (0, -inf) is the identity: a partial without keys weighs 0 whatever its row
-    holds, and if nothing has keys the result is (0, -inf) again. Only differences of log-sum-exps are taken to base 2:
-    the maximum itself stays as it was read, so that the identity changes no bit. The sink, a logit, joins the
-    denominator only. VECTOR: elements to whose multiple every row of partials is known to be aligned.
+    holds, and if nothing has keys the result is (0, -inf) again. Only differences of log-sum-exps are raised to a
+    power: the maximum itself stays as it was read, so that the identity changes no bit. FOREIGN: partials may be those
+    of other libraries, some of which mark a row without keys by +inf. VECTOR: elements to whose multiple every row of
+    partials is known to be aligned.
     """
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([BLOCK_D], tl.float32)
     for first in tl.range(0, parts, BLOCK_P, num_stages=1):
         part = first + tl.arange(0, BLOCK_P)
         live = part < parts
         slot = tl.where(part == 0, first_slot, next_slot + part - 1).to(tl.int64)
         lse = tl.load(lse_ptr + slot * stride_lse_part, mask=live, other=float("-inf")).to(tl.float32)
+        if FOREIGN:
+            lse = tl.where(lse == float("inf"), float("-inf"), lse)
         keyed = live & (lse != float("-inf"))  # NaN is not without keys
         row_ptrs = out_ptr + slot[:, None] * stride_out_part + offs_d[None, :]
         if VECTOR > 1:
@@ -421,17 +456,26 @@ def fold_partials(
         rows = tl.load(row_ptrs, mask=live[:, None] & d_mask[None, :], other=0.0).to(tl.float32)
         rows = tl.where(keyed[:, None], rows, 0.0)
         new_top = tl.maximum(top, tl.max(lse, 0))
-        weight = tl.exp2((lse - finite_or_zero(new_top)) * LOG2E)
-        decay = tl.exp2((top - finite_or_zero(new_top)) * LOG2E)
+        weight = power(lse - finite_or_zero(new_top), BASE2)
+        decay = power(top - finite_or_zero(new_top), BASE2)
         total = total * decay + tl.sum(weight, 0)
         acc = acc * decay + tl.sum(rows * weight[:, None], 0)
         top = new_top
+    return top, total, acc
+
+
+@triton.jit
+def folded(top, total, acc, sink, HAS_SINK: tl.constexpr, BASE2: tl.constexpr):
+    """The output and the log-sum-exp of what was folded. The sink, a natural logit, joins the denominator only."""
     denominator = total
     if HAS_SINK:
-        denominator = total + tl.where(total != 0, tl.exp2((sink - finite_or_zero(top)) * LOG2E), 0.0)
+        denominator = total + tl.where(
+            total != 0, power((sink * LOG2E if BASE2 else sink) - finite_or_zero(top), BASE2), 0.0
+        )
     out = acc / tl.where(denominator != 0, denominator, 1.0)
-    lse_out = tl.where(total != 0, top + tl.log(tl.where(total != 0, total, 1.0)), float("-inf"))
-    return out, tl.max(lse_out, 0)
+    some = tl.where(total != 0, total, 1.0)
+    lse = tl.where(total != 0, top + (tl.log2(some) if BASE2 else tl.log(some)), float("-inf"))
+    return out, tl.max(lse, 0)
 
 
 @triton.jit

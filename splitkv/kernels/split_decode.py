@@ -12,13 +12,16 @@ from splitkv.kernels.primitives import (
     FIXED_PARTS,
     FIXED_TOKENS,
     GRAIN,
+    GROUPS,
     LN2,
     LOG2E,
+    MAX_TOKENS,
     PAGED,
     choose_shares,
     clamp,
     even_edge,
     finite_or_zero,
+    keys_before,
     listed_request,
     listed_shares,
     listed_weight,
@@ -95,6 +98,9 @@ def split_decode_kernel(
     alibi_ptr,
     tree_ptr,
     list_ptr,
+    members_ptr,
+    shard_lens_ptr,
+    shard_starts_ptr,
     batch: tl.int32,
     q_len: tl.int32,
     total_q: tl.int32,
@@ -103,6 +109,8 @@ def split_decode_kernel(
     shares: tl.int32,
     heaviest: tl.int32,
     has_lse: tl.int32,
+    shard_first: tl.int32,
+    shard_step: tl.int32,
     sm_scale: tl.float32,
     softcap: tl.float32,
     stride_q_batch: tl.int64,
@@ -139,6 +147,7 @@ def split_decode_kernel(
     MULTI_TOKEN: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    FIRST_KEYS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
     Q_VECTOR: tl.constexpr,
@@ -168,6 +177,11 @@ def split_decode_kernel(
     Strides of K and V count steps of KV_VECTOR elements, in 32 bits. KV_VECTOR and Q_VECTOR are what the host
     guarantees of addresses, in elements; without it rows could not be copied 16 bytes at a time. WIDEN computes
     products in float32, for Triton's interpreter, whose bfloat16 products are wrong. lse is written if has_lse.
+
+    With members_ptr [3, total_q] a "request" is a group of them and its keys are those that they have in common: its
+    query tokens are gathered by their index in q (row 0), and each has its own position (row 1) and, with FIRST_KEYS,
+    its own first visible key (row 2). With shard_lens_ptr the keys are a shard of longer sequences: key j stands at
+    shard_first + j · shard_step (or shard_starts[b] + …), and the last query token of a sequence at its end.
     """
     if DEPENDENT_LAUNCH:
         # This kernel may be started while the one before it ends, and lets the merge be started while it runs itself:
@@ -177,13 +191,15 @@ def split_decode_kernel(
     share_id = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     RIGHT_BOUND: tl.constexpr = CAUSAL and tree_ptr is None
+    SHARDED: tl.constexpr = shard_lens_ptr is not None
+    RANGE_KIND: tl.constexpr = KV_KIND if members_ptr is None else GROUPS
     if list_ptr is not None:
         tiles_each = tl.cdiv(q_len * GROUP_SIZE, BLOCK_M)
         by_work, each, share, total = listed_shares(list_ptr, batch, tiles_each, shares)
     else:
         by_work, each, share, total = choose_shares(
             batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, shares,
-            heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, SCHEDULE, PARTS, MIN_CHUNK,
+            heaviest, PAGE_SIZE, RANGE_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, SCHEDULE, PARTS, MIN_CHUNK,
             SEGMENT_COST, TILE_COST, BLOCK_B,
         )  # fmt: skip
     place = share_id * share
@@ -194,9 +210,10 @@ def split_decode_kernel(
             return
         b, begin = locate(
             place, batch, by_work, each, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q,
-            window_left, heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, TILE_COST, BLOCK_B,
+            window_left, heaviest, PAGE_SIZE, RANGE_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, TILE_COST,
+            BLOCK_B,
         )  # fmt: skip
-        _, seq_len, _ = load_kv_range(b, True, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE, KV_KIND)
+        _, seq_len, _ = load_kv_range(b, True, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE, RANGE_KIND)
         parts = tl.maximum(tl.cdiv(seq_len, part_tokens(seq_len, SPLIT_TOKENS, PARTS)), 1)
         if (place - begin) % PARTS >= parts:
             return
@@ -208,16 +225,16 @@ def split_decode_kernel(
         else:
             b, begin = locate(
                 place, batch, by_work, each, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len,
-                total_q, window_left, heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
+                total_q, window_left, heaviest, PAGE_SIZE, RANGE_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
                 TILE_COST, BLOCK_B,
             )  # fmt: skip
             _, span = request_work(
                 b, True, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
-                PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
+                PAGE_SIZE, RANGE_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
             )  # fmt: skip
             weight = tile_weight(span, by_work, each, heaviest, TILE_COST)
         start, seq_len, pool_first = load_kv_range(
-            b, True, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE, KV_KIND
+            b, True, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE, RANGE_KIND
         )
         q_first, q_tokens = load_q_range(b, True, qo_indptr_ptr, q_len, total_q)
         if MULTI_TOKEN or GROUP_SIZE > BLOCK_M:
@@ -228,19 +245,33 @@ def split_decode_kernel(
             offset = place - begin
         taken = tl.minimum(weight - offset, stop - place)
 
-        # Which keys may its rows see? Row r stands at position p = seq_len - q_tokens + token.
+        # Which keys may its rows see? Row r stands at position p = seq_len - q_tokens + token, of the whole sequence.
         offs_r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         row_live = offs_r < q_tokens * GROUP_SIZE
         token = offs_r // GROUP_SIZE
         head = kv_head * GROUP_SIZE + offs_r % GROUP_SIZE
-        position = seq_len - q_tokens + token
+        first_position = seq_len - q_tokens
+        key_first = shard_first
+        if SHARDED:
+            first_position = clamp(tl.load(shard_lens_ptr + b), 0, MAX_TOKENS) - q_tokens
+            if shard_starts_ptr is not None:
+                key_first = clamp(tl.load(shard_starts_ptr + b), 0, MAX_TOKENS)
+        if members_ptr is not None:
+            member = members_ptr + q_first + token
+            q_index = tl.load(member, mask=row_live, other=0)
+            q_batch, q_token = q_index // q_len, q_index % q_len
+            position = tl.load(member + total_q, mask=row_live, other=0)
+        else:
+            q_batch, q_token = b, q_first + token
+            position = first_position + token
         low = start
         high = seq_len
         if HAS_WINDOW:
-            low = tl.maximum(low, seq_len - q_tokens + tile * BLOCK_M // GROUP_SIZE - window_left)
+            leftmost = first_position + tile * BLOCK_M // GROUP_SIZE - window_left
+            low = tl.maximum(low, keys_before(leftmost, key_first, shard_step, SHARDED))
         if MULTI_TOKEN and RIGHT_BOUND:
             last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP_SIZE, q_tokens - 1)
-            high = tl.minimum(high, seq_len - q_tokens + last_token + 1)
+            high = tl.minimum(high, keys_before(first_position + last_token + 1, key_first, shard_step, SHARDED))
 
         # Which of them are in this stretch?
         if SCHEDULE == FIXED_TOKENS:
@@ -260,8 +291,8 @@ def split_decode_kernel(
         offs_n = tl.arange(0, BLOCK_N)
         offs_d = tl.arange(0, BLOCK_D)
         q_offset = (
-            b.to(tl.int64) * stride_q_batch
-            + (q_first + token).to(tl.int64) * stride_q_token
+            q_batch.to(tl.int64) * stride_q_batch
+            + q_token.to(tl.int64) * stride_q_token
             + head.to(tl.int64) * stride_q_head
         )
         q = tl.load(
@@ -297,6 +328,8 @@ def split_decode_kernel(
             else:
                 page_ids = table_ptr + row.to(tl.int64) * stride_table_row
         elif KV_KIND == CSR:
+            if members_ptr is not None:
+                pool_first = tl.load(rows_ptr + b)
             page_ids = table_ptr + pool_first
         else:
             k_base += wide_product(pool_first, stride_k_token) * KV_VECTOR
@@ -311,7 +344,15 @@ def split_decode_kernel(
             offs_dv_tail = BLOCK_DV + tl.arange(0, BLOCK_DV_TAIL)
             acc_tail = tl.zeros([BLOCK_M, BLOCK_DV_TAIL], tl.float32)
         # Without a per-row mask or an unbounded bias, every row of a block that has a key sees one.
-        ROW_MASK: tl.constexpr = MULTI_TOKEN and (RIGHT_BOUND or HAS_WINDOW or tree_ptr is not None)
+        ROW_MASK: tl.constexpr = FIRST_KEYS or (MULTI_TOKEN and (RIGHT_BOUND or HAS_WINDOW or tree_ptr is not None))
+        if ROW_MASK and RIGHT_BOUND:
+            last_key = position
+            if SHARDED:
+                last_key = keys_before(position + 1, key_first, shard_step, SHARDED) - 1
+        if ROW_MASK and FIRST_KEYS:
+            first_key = tl.load(member + 2 * total_q, mask=row_live, other=0)
+        elif ROW_MASK and HAS_WINDOW:
+            first_key = keys_before(position - window_left, key_first, shard_step, SHARDED)
         inverse_cap = 1.0 / softcap
         score_scale = sm_scale if HAS_SOFTCAP or alibi_ptr is not None else sm_scale * LOG2E
         if BY_PAGE:
@@ -361,18 +402,23 @@ def split_decode_kernel(
             if HAS_SOFTCAP:
                 scores = softcap * tanh(scores * inverse_cap)
             if alibi_ptr is not None:
-                scores -= slope[:, None] * tl.abs(position[:, None] - key[None, :]).to(tl.float32)
+                stands = key
+                if SHARDED:
+                    stands = key_first + key * shard_step
+                scores -= slope[:, None] * tl.abs(position[:, None] - stands[None, :]).to(tl.float32)
             if HAS_SOFTCAP or alibi_ptr is not None:
                 scores *= LOG2E
             seen = in_part[None, :]
             if ROW_MASK:
                 seen = seen & row_live[:, None]
                 if RIGHT_BOUND:
-                    seen = seen & (key[None, :] <= position[:, None])
-                if HAS_WINDOW:
-                    seen = seen & (key[None, :] >= position[:, None] - window_left)
+                    seen = seen & (key[None, :] <= last_key[:, None])
+                if FIRST_KEYS or HAS_WINDOW:
+                    seen = seen & (key[None, :] >= first_key[:, None])
                 if tree_ptr is not None:
-                    draft = key - (seq_len - q_tokens)
+                    draft = key - first_position
+                    if SHARDED:
+                        draft = key_first + key * shard_step - first_position
                     is_draft = in_part & (draft >= 0)
                     word = tl.load(
                         tree_ptr
@@ -429,8 +475,8 @@ def split_decode_kernel(
                 denominator += tl.where(has_keys, tl.exp2(sink - finite_or_zero(row_max)), 0.0)
             inverse = 1.0 / tl.where(has_keys, denominator, 1.0)
             out_offset = (
-                b.to(tl.int64) * stride_out_batch
-                + (q_first + token).to(tl.int64) * stride_out_token
+                q_batch.to(tl.int64) * stride_out_batch
+                + q_token.to(tl.int64) * stride_out_token
                 + head.to(tl.int64) * stride_out_head
             )
             out_type = out_ptr.dtype.element_ty
@@ -447,8 +493,8 @@ def split_decode_kernel(
                 )
             if has_lse != 0:
                 lse_offset = (
-                    b.to(tl.int64) * stride_lse_batch
-                    + (q_first + token).to(tl.int64) * stride_lse_token
+                    q_batch.to(tl.int64) * stride_lse_batch
+                    + q_token.to(tl.int64) * stride_lse_token
                     + head.to(tl.int64) * stride_lse_head
                 )
                 tl.store(lse_ptr + lse_offset, lse, mask=row_live)
