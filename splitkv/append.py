@@ -29,7 +29,7 @@ class Slots(NamedTuple):
 
 def _slots_of(kv: KVView) -> Slots:
     if not isinstance(kv, KVView):
-        raise TypeError(f"kv: expected a PagedKV, ContiguousKV or RaggedKV, given {type(kv).__name__}")
+        raise TypeError(f"kv: expected a PagedKV, ContiguousKV, RaggedKV or LatentKV, given {type(kv).__name__}")
     for name, cache in (("k", kv.k), ("v", kv.v)):
         checks.check_no_overlap(f"kv.{name}", cache)
     where = kv.addressing

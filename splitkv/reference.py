@@ -40,26 +40,42 @@ def _pool_range(indptr: Tensor, b: int, capacity: int) -> tuple[int, int]:
     return first, min(max(int(indptr[b + 1]), first), capacity)
 
 
-def gather(kv: Any, b: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def gather(kv: Any, b: int, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """K [tokens, num_kv_heads, head_dim] and V [tokens, num_kv_heads, head_dim_v] of request b at these token indices.
 
-    Only these tokens are touched, so that nothing invisible can enter a result.
+    In `dtype`, those of a quantised cache times their scales. Only these tokens are touched, so that nothing invisible
+    can enter a result.
     """
     row = b if kv.rows is None else int(kv.rows[b])
-    if hasattr(kv, "kv_indptr"):
-        first, _ = _pool_range(kv.kv_indptr, b, kv.k.shape[0])
-        return kv.k[first + tokens], kv.v[first + tokens]
-    if not hasattr(kv, "page_size"):
-        return kv.k[row, tokens], kv.v[row, tokens]
-    if hasattr(kv, "page_indptr"):
-        first, _ = _pool_range(kv.page_indptr, b, kv.page_indices.shape[0])
-        pages = kv.page_indices[first + tokens // kv.page_size].long()
-    else:
-        pages = kv.page_table[row, tokens // kv.page_size].long()
-    offsets = tokens % kv.page_size
-    if kv.layout == "HND":
-        return kv.k[pages, :, offsets], kv.v[pages, :, offsets]
-    return kv.k[pages, offsets], kv.v[pages, offsets]
+
+    def pick(cache: Tensor) -> Tensor:
+        """[tokens, num_kv_heads, ...] of a cache, or of what is indexed as it."""
+        if hasattr(kv, "kv_indptr"):
+            first, _ = _pool_range(kv.kv_indptr, b, kv.k.shape[0])
+            return cache[first + tokens]
+        if not hasattr(kv, "page_size"):
+            return cache[row, tokens]
+        if hasattr(kv, "page_indptr"):
+            first, _ = _pool_range(kv.page_indptr, b, kv.page_indices.shape[0])
+            pages = kv.page_indices[first + tokens // kv.page_size].long()
+        else:
+            pages = kv.page_table[row, tokens // kv.page_size].long()
+        offsets = tokens % kv.page_size
+        return cache[pages, :, offsets] if getattr(kv, "layout", "NHD") == "HND" else cache[pages, offsets]
+
+    def numbers(cache: Tensor, scale: Tensor | float | None) -> Tensor:
+        # Indexed as bytes, which every version of PyTorch can.
+        picked = pick(cache.view(torch.int8)).view(cache.dtype) if cache.element_size() == 1 else pick(cache)
+        found = picked.to(dtype)
+        if scale is None:
+            return found
+        if not isinstance(scale, Tensor):
+            return found * scale
+        if scale.dim() > 1:
+            scale = pick(scale.view(*scale.shape, 1) if hasattr(kv, "cache") else scale)
+        return found * scale.to(dtype)[..., None]
+
+    return numbers(kv.k, kv.k_scale), numbers(kv.v, kv.v_scale)
 
 
 def visible(
@@ -223,11 +239,11 @@ def decode_with_lse(
         keys = sees.any(dim=0).nonzero()[:, 0]
         if keys.numel() == 0:
             continue
-        k, v = gather(kv, b, keys)
+        k, v = gather(kv, b, keys, compute)
         out[first:last], lse[first:last] = attend(
             flat[first:last].to(compute),
-            k.to(compute),
-            v.to(compute),
+            k,
+            v,
             sees[:, keys],
             sm_scale=sm_scale,
             softcap=softcap,
