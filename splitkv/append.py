@@ -77,8 +77,10 @@ def _scale_operands(kv: KVView, per_token_only: bool) -> dict[str, Tensor | int 
     for name, scale, absent in zip(("k_scale", "v_scale"), kv.scales, (False, kv.latent), strict=True):
         left_out = absent or (per_token_only and not scale.per_token)
         operands[f"{name}_ptr"] = None if left_out else scale.tensor
-        for which, stride in zip(("unit", "token", "head"), scale.strides, strict=True):
-            operands[f"stride_{name}_{which}"] = stride
+        unit, token, head = scale.strides
+        if kv.addressing.kind == RAGGED:
+            unit, token = token, 0  # a token is a unit of its own
+        operands |= {f"stride_{name}_unit": unit, f"stride_{name}_token": token, f"stride_{name}_head": head}
     return operands
 
 

@@ -71,12 +71,13 @@ def check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
 
 def check_cache_dtype(name: str, cache: Tensor) -> None:
     """Raise TypeError unless a cache may have this dtype."""
+    dtypes = (*DTYPES, *QUANTIZED_DTYPES)
     if cache.dtype == torch.uint8:
         raise TypeError(
-            f"{name}: expected a dtype that says what its bytes mean, given torch.uint8 (8-bit floats are viewed without "
-            f"a copy: {name}.view(torch.float8_e4m3fn) or {name}.view(torch.float8_e5m2))"
+            f"{name}: expected {' or '.join(map(str, dtypes))} (bytes that are 8-bit floats: {name}.view("
+            f"torch.float8_e4m3fn) or {name}.view(torch.float8_e5m2), without a copy), given {cache.dtype}"
         )
-    check_dtype(name, cache, *DTYPES, *QUANTIZED_DTYPES)
+    check_dtype(name, cache, *dtypes)
 
 
 def check_scale(name: str, scale: object, cache: Tensor, per_token: Sequence[int], num_heads: int | None) -> None:
