@@ -9,7 +9,7 @@ from splitkv import masks, reference
 from splitkv.api import decode, decode_shared_prefix, decode_with_lse, merge, supports, warmup
 from splitkv.append import append_kv, move_kv
 from splitkv.config import Section, StepConfig, WorkspaceConfig
-from splitkv.kv import ContiguousKV, PagedKV, RaggedKV
+from splitkv.kv import ContiguousKV, LatentKV, PagedKV, RaggedKV
 from splitkv.pool import PagePool, PoolExhausted
 from splitkv.step import StepState
 from splitkv.work_list import Schedule
@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ContiguousKV",
+    "LatentKV",
     "PagePool",
     "PagedKV",
     "PoolExhausted",

@@ -139,10 +139,11 @@ def decode(
     Args:
         q: [batch, num_q_heads, head_dim]; or [batch, q_len, num_q_heads, head_dim]; or
             [total_q, num_q_heads, head_dim] with qo_indptr. The workspace's dtype, any strides with the last 1.
-        kv: The cache, of the same dtype; its num_kv_heads divides num_q_heads. The current tokens are in it.
+        kv: The cache, of the same dtype or quantised; its num_kv_heads divides num_q_heads. The current tokens are in
+            it.
         workspace: Scratch, arbitrary on entry. Use it from one stream at a time.
         qo_indptr: [batch + 1] int32, prefix sums of query tokens per request, read on the device.
-        sm_scale: Logit multiplier; head_dim ** -0.5 by default.
+        sm_scale: Logit multiplier; head_dim ** -0.5 by default. A LatentKV has no default.
         causal: Query token i of q_len sees keys up to seq_len - q_len + i, its position; False: all keys.
         window_left: Keys left of a query token's position that it sees besides its own, ≥ 0; None: all.
         softcap: Cap of the scaled scores, cap · tanh(score / cap); finite and > 0.
@@ -465,7 +466,7 @@ def plan_decode(
     if not isinstance(workspace, Workspace):
         raise TypeError(f"workspace: expected a splitkv.Workspace, given {type(workspace).__name__}")
     if not isinstance(kv, KVView):
-        raise TypeError(f"kv: expected a PagedKV, ContiguousKV or RaggedKV, given {type(kv).__name__}")
+        raise TypeError(f"kv: expected a PagedKV, ContiguousKV, RaggedKV or LatentKV, given {type(kv).__name__}")
     config = workspace.config
     q = checks.check_tensor("q", q)
     checks.check_dtype("q", q, config.dtype)
@@ -479,7 +480,7 @@ def plan_decode(
         raise ValueError(f"q: expected head_dim {kv.head_dim} (that of kv), given {head_dim}")
     if num_q_heads == 0 or num_q_heads % kv.num_kv_heads:
         raise ValueError(f"q: expected heads that are a multiple of kv's {kv.num_kv_heads}, given {num_q_heads}")
-    if kv.dtype != config.dtype:
+    if kv.dtype != config.dtype and not kv.quantized:
         raise TypeError(f"kv: expected {config.dtype} (that of the workspace), given {kv.dtype}")
     checks.check_device("q", q, workspace.device, "the workspace")
     if kv.device != workspace.device:
@@ -490,7 +491,10 @@ def plan_decode(
         raise ValueError(f"q: {refusal}")
 
     # The score rules.
+    if sm_scale is None and kv.latent:
+        raise ValueError("sm_scale: expected a number with a LatentKV (that of the model, not 1/√width), given None")
     sm_scale = head_dim**-0.5 if sm_scale is None else checks.check_finite("sm_scale", sm_scale)
+    score_scale = checks.check_finite("sm_scale · k_scale", sm_scale * kv.scales[0].number)
     if not isinstance(causal, bool):
         raise TypeError(f"causal: expected True or False, given {causal!r}")
     if window_left is not None:
@@ -557,6 +561,7 @@ def plan_decode(
 
     # The kernels.
     tile_sizes.check_dtype(workspace.target, config.dtype)
+    tile_sizes.check_cache_dtype(workspace.target, kv.dtype)
     kv_vector = _vector(ALIGNED_BYTES, kv.k, kv.v)
     where = kv.addressing
     stride_k = _steps("k", where.stride_k, kv_vector)
@@ -589,6 +594,11 @@ def plan_decode(
         num_splits=num_splits,
         listed_tiles=list_capacity,
         len_hint=kv.len_hint,
+        kv_dtype=kv.dtype,
+        kv_format=kv.format,
+        latent=kv.latent,
+        k_scale_per_token=kv.scales[0].per_token,
+        v_scale_per_token=kv.scales[1].per_token,
         widen=_widen(config.dtype),
         shares_keys=shares_keys,
         has_kv_start=kv.kv_start is not None,
@@ -602,24 +612,20 @@ def plan_decode(
         variant = form.choose(batch, q_tiles, _vector(ALIGNED_BYTES, q, out), kv_vector, stride_k == stride_v)
     out_strides = _row_strides(out, ragged, last=True)
     lse_strides = (0, 0, 0) if lse is None else _row_strides(lse, ragged, last=False)
+    scale_strides = [
+        _steps(name, scale.strides, 1) for name, scale in zip(("k_scale", "v_scale"), kv.scales, strict=True)
+    ]
     operands = dict(
         q_ptr=q,
-        k_ptr=kv.k,
-        v_ptr=kv.v,
+        **dict(zip(OPERANDS, kv.tensors, strict=True)),
         partial_out_ptr=workspace.partial_out,
         partial_lse_ptr=workspace.partial_lse,
         out_ptr=out,
         lse_ptr=workspace.partial_lse if lse is None else lse,  # not written without has_lse
-        lens_ptr=where.lens,
-        indptr_ptr=where.indptr,
-        table_ptr=where.table,
-        rows_ptr=kv.rows,
-        kv_start_ptr=kv.kv_start,
         qo_indptr_ptr=qo_indptr,
         sinks_ptr=sinks,
         alibi_ptr=alibi_slopes,
         tree_ptr=tree_mask,
-        list_ptr=None if kv.schedule is None else kv.schedule.buffer,
         members_ptr=None,
         shard_lens_ptr=None,
         shard_starts_ptr=None,
@@ -643,8 +649,9 @@ def plan_decode(
         shard_step=1,
         shared_shares=0,
         shared_heaviest=1,
-        sm_scale=sm_scale,
+        sm_scale=score_scale,
         softcap=1.0 if softcap is None else softcap,
+        v_scale=kv.scales[1].number,
         stride_q_batch=q_strides[0],
         stride_q_token=q_strides[1],
         stride_q_head=q_strides[2],
@@ -660,6 +667,12 @@ def plan_decode(
         stride_v_page=stride_v[0],
         stride_v_token=stride_v[1],
         stride_v_head=stride_v[2],
+        stride_k_scale_page=scale_strides[0][0],
+        stride_k_scale_token=scale_strides[0][1],
+        stride_k_scale_head=scale_strides[0][2],
+        stride_v_scale_page=scale_strides[1][0],
+        stride_v_scale_token=scale_strides[1][1],
+        stride_v_scale_head=scale_strides[1][2],
         stride_table_row=where.stride_table_row,
         stride_tree_batch=0 if tree_mask is None else tree_mask.stride(0),
         stride_tree_row=0 if tree_mask is None else tree_mask.stride(1),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from splitkv import _interpreter, checks
+from splitkv import tiles as tile_sizes
 from splitkv.api import _vector
-from splitkv.config import cdiv, next_power_of_2
+from splitkv.config import DTYPES, cdiv, next_power_of_2
 from splitkv.kernels.append import append_kernel, move_kernel
 from splitkv.kernels.launch import launch
 from splitkv.kv import CONTIGUOUS, RAGGED, KVView
@@ -29,7 +31,7 @@ class Slots(NamedTuple):
 
 def _slots_of(kv: KVView) -> Slots:
     if not isinstance(kv, KVView):
-        raise TypeError(f"kv: expected a PagedKV, ContiguousKV or RaggedKV, given {type(kv).__name__}")
+        raise TypeError(f"kv: expected a PagedKV, ContiguousKV, RaggedKV or LatentKV, given {type(kv).__name__}")
     for name, cache in (("k", kv.k), ("v", kv.v)):
         checks.check_no_overlap(f"kv.{name}", cache)
     where = kv.addressing
@@ -45,9 +47,11 @@ def _slots_of(kv: KVView) -> Slots:
     )  # fmt: skip
 
 
-def _check_new(name: str, new: object, kv: KVView, width: int) -> Tensor:
+def _check_new(name: str, new: object, kv: KVView, width: int, dtype: torch.dtype | None = None) -> Tensor:
     new = checks.check_tensor(name, new)
-    checks.check_dtype(name, new, kv.dtype)
+    if dtype is not None:
+        checks.check_dtype(name, new, dtype)
+    checks.check_dtype(name, new, kv.dtype, *(DTYPES if kv.quantized else ()))
     checks.check_shape(name, new, ["tokens", kv.num_kv_heads, width])
     checks.check_device(name, new, kv.device, "kv")
     checks.check_last_stride(name, new)
@@ -60,7 +64,27 @@ def _check_slots_in_debug(name: str, slots: Tensor, count: int) -> None:
         raise ValueError(f"{name}: expected slots < {count} (the cache's), given {int(slots[row])} at index {row}")
 
 
-def append_kv(k_new: Tensor, v_new: Tensor, kv: KVView, slots: Tensor) -> None:
+def _same_memory(kv: KVView) -> bool:
+    """Whether the values are the first columns of the keys."""
+    return kv.latent or (
+        kv.v.data_ptr() == kv.k.data_ptr() and kv.v.stride() == kv.k.stride() and kv.head_dim_v <= kv.head_dim
+    )
+
+
+def _scale_operands(kv: KVView, per_token_only: bool) -> dict[str, Tensor | int | None]:
+    """The scales of a view for the kernels here: tensors and their strides."""
+    operands: dict[str, Tensor | int | None] = {}
+    for name, scale, absent in zip(("k_scale", "v_scale"), kv.scales, (False, kv.latent), strict=True):
+        left_out = absent or (per_token_only and not scale.per_token)
+        operands[f"{name}_ptr"] = None if left_out else scale.tensor
+        unit, token, head = scale.strides
+        if kv.addressing.kind == RAGGED:
+            unit, token = token, 0  # a token is a unit of its own
+        operands |= {f"stride_{name}_unit": unit, f"stride_{name}_token": token, f"stride_{name}_head": head}
+    return operands
+
+
+def append_kv(k_new: Tensor, v_new: Tensor | None, kv: KVView, slots: Tensor) -> None:
     """Write new tokens into a cache, each at its slot.
 
     >>> import torch, splitkv
@@ -72,15 +96,23 @@ def append_kv(k_new: Tensor, v_new: Tensor, kv: KVView, slots: Tensor) -> None:
     (tensor(128.), tensor(128.))
 
     One launch on the current stream, which reads no device value on the host and allocates nothing. Nothing but the
-    tokens at the slots is written. Where two tokens have the same slot, either may win.
+    tokens at the slots is written. Where two tokens have the same slot, either may win
+    (and one's numbers may get the other's computed scale).
+
+    A quantised cache takes float16, bfloat16 or float32 and stores number / scale, rounded to nearest, ties to even.
+    Scales that every token has its own of are computed and written: the largest finite magnitude of the token's head
+    over the largest finite number of the format (127 for int8), 1 where all are 0. Beyond the largest finite number
+    (int8: -128…127) that number is stored, for infinities too. NaN is stored as NaN; int8 has none: there the scale
+    becomes NaN if it is computed, else 0 is stored.
 
     Args:
-        k_new: [tokens, num_kv_heads, head_dim] of the cache's dtype, any strides with the last 1, such as a slice of a
-            fused projection.
-        v_new: [tokens, num_kv_heads, head_dim_v], likewise.
+        k_new: [tokens, num_kv_heads, head_dim] of the cache's dtype (then copied as it is, and no scale is written), or
+            of a quantised cache float16, bfloat16 or float32; any strides with the last 1, such as a slice of a fused
+            projection.
+        v_new: [tokens, num_kv_heads, head_dim_v], of the dtype of k_new. None for a LatentKV, whose values are in k_new.
         kv: The cache. Its lengths and page table are not read: slots say all.
         slots: [≥ tokens] int32, such as `StepState.out_cache_loc`; those past the tokens are ignored. A slot is
-            page · page_size + offset (PagedKV), row · max_len + offset (ContiguousKV) or a token's index (RaggedKV).
+            page · page_size + offset (PagedKV, LatentKV), row · max_len + offset (ContiguousKV) or a token's index (RaggedKV).
             Tokens with a negative slot are skipped, and so are those with a slot past the cache's end (with
             `SPLITKV_DEBUG=1` that raises).
 
@@ -89,15 +121,24 @@ def append_kv(k_new: Tensor, v_new: Tensor, kv: KVView, slots: Tensor) -> None:
     """
     where = _slots_of(kv)
     k_new = _check_new("k_new", k_new, kv, kv.head_dim)
-    v_new = _check_new("v_new", v_new, kv, kv.head_dim_v)
     tokens = k_new.shape[0]
-    if v_new.shape[0] != tokens:
-        raise ValueError(f"v_new: expected {tokens} tokens (those of k_new), given {v_new.shape[0]}")
+    if kv.latent:
+        if v_new is not None:
+            raise TypeError(f"v_new: expected None with a LatentKV, given {type(v_new).__name__}")
+    else:
+        v_new = _check_new("v_new", v_new, kv, kv.head_dim_v, k_new.dtype)
+        if v_new.shape[0] != tokens:
+            raise ValueError(f"v_new: expected {tokens} tokens (those of k_new), given {v_new.shape[0]}")
+    tile_sizes.check_cache_dtype(tile_sizes.Target.of(kv.device), kv.dtype)
     checks.check_index_vector("slots", slots, kv.device, "kv", least=tokens)
     refusal = _interpreter.why_not(kv.device.type)
     if refusal is not None:
         raise ValueError(f"kv: {refusal}")
     _check_slots_in_debug("slots", slots[:tokens], where.total)
+    new = [tensor for tensor in (k_new, v_new) if tensor is not None]
+    copied = k_new.dtype == kv.dtype
+    if copied and kv.quantized:
+        new = [tensor.view(torch.uint8) for tensor in new]
     block_d = min(128, next_power_of_2(kv.head_dim))
     block_dv = min(128, next_power_of_2(kv.head_dim_v))
     # About four 16-byte copies per thread; under the interpreter, which pays per program, many rows at once.
@@ -108,31 +149,37 @@ def append_kv(k_new: Tensor, v_new: Tensor, kv: KVView, slots: Tensor) -> None:
         (cdiv(rows, block_r),),
         kv.device,
         operands=dict(
-            k_new_ptr=k_new,
-            v_new_ptr=v_new,
-            k_ptr=kv.k,
-            v_ptr=kv.v,
+            k_new_ptr=new[0],
+            v_new_ptr=None if kv.latent else new[1],
+            k_ptr=kv.tensors[0],
+            v_ptr=kv.tensors[1],
             slots_ptr=slots,
             rows=rows,
             num_slots=where.total,
             unit_tokens=where.unit_tokens,
-            stride_k_new_token=k_new.stride(0),
-            stride_k_new_head=k_new.stride(1),
-            stride_v_new_token=v_new.stride(0),
-            stride_v_new_head=v_new.stride(1),
+            k_scale=kv.scales[0].number,
+            v_scale=kv.scales[1].number,
+            stride_k_new_token=new[0].stride(0),
+            stride_k_new_head=new[0].stride(1),
+            stride_v_new_token=new[-1].stride(0),
+            stride_v_new_head=new[-1].stride(1),
             stride_k_unit=where.stride_k[0],
             stride_k_token=where.stride_k[1],
             stride_k_head=where.stride_k[2],
             stride_v_unit=where.stride_v[0],
             stride_v_token=where.stride_v[1],
             stride_v_head=where.stride_v[2],
+            **_scale_operands(kv, per_token_only=False),
         ),
         constants=dict(
             NUM_KV_HEADS=kv.num_kv_heads,
             HEAD_DIM=kv.head_dim,
             HEAD_DIM_V=kv.head_dim_v,
-            NEW_VECTOR=_vector(16, k_new, v_new),
+            NEW_VECTOR=_vector(16, *new),
             KV_VECTOR=_vector(16, kv.k, kv.v),
+            FORMAT=0 if copied else kv.format,
+            K_SCALE_PER_TOKEN=kv.scales[0].per_token,
+            V_SCALE_PER_TOKEN=kv.scales[1].per_token,
             BLOCK_R=block_r,
             BLOCK_D=block_d,
             BLOCK_DV=block_dv,
@@ -143,6 +190,8 @@ def append_kv(k_new: Tensor, v_new: Tensor, kv: KVView, slots: Tensor) -> None:
 
 def move_kv(kv: KVView, src_slots: Tensor, dst_slots: Tensor) -> None:
     """Move tokens within a cache from slots to slots, such as accepted draft tokens to the front of the draft.
+
+    Scales that tokens have of their own move with them.
 
     >>> import torch, splitkv
     >>> k = torch.arange(4.0).reshape(4, 1, 1).expand(4, 1, 16).contiguous(); v = k.clone()
@@ -182,8 +231,8 @@ def move_kv(kv: KVView, src_slots: Tensor, dst_slots: Tensor) -> None:
         (kv.num_kv_heads if moves else 0, cdiv(max(kv.head_dim, kv.head_dim_v), block_d)),
         kv.device,
         operands=dict(
-            k_ptr=kv.k,
-            v_ptr=kv.v,
+            k_ptr=kv.tensors[0],
+            v_ptr=None if _same_memory(kv) else kv.tensors[1],
             source_ptr=src_slots,
             target_ptr=dst_slots,
             moves=moves,
@@ -195,6 +244,7 @@ def move_kv(kv: KVView, src_slots: Tensor, dst_slots: Tensor) -> None:
             stride_v_unit=where.stride_v[0],
             stride_v_token=where.stride_v[1],
             stride_v_head=where.stride_v[2],
+            **_scale_operands(kv, per_token_only=True),
         ),
         constants=dict(
             HEAD_DIM=kv.head_dim,

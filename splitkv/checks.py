@@ -9,9 +9,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from splitkv.config import require_int
+from splitkv.config import DTYPES, QUANTIZED_DTYPES, require_int
 
 __all__ = [
+    "check_cache_dtype",
     "check_device",
     "check_dtype",
     "check_finite",
@@ -21,6 +22,7 @@ __all__ = [
     "check_no_overlap",
     "check_prefix_sums",
     "check_rank",
+    "check_scale",
     "check_shape",
     "check_tensor",
     "check_values",
@@ -66,6 +68,51 @@ def check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
     """Raise TypeError unless the tensor has one of these dtypes."""
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, given {tensor.dtype}")
+
+
+def check_cache_dtype(name: str, cache: Tensor) -> None:
+    """Raise TypeError unless a cache may have this dtype."""
+    dtypes = (*DTYPES, *QUANTIZED_DTYPES)
+    if cache.dtype == torch.uint8:
+        raise TypeError(
+            f"{name}: expected {' or '.join(map(str, dtypes))} (bytes that are 8-bit floats: {name}.view("
+            f"torch.float8_e4m3fn) or {name}.view(torch.float8_e5m2), without a copy), given {cache.dtype}"
+        )
+    check_dtype(name, cache, *dtypes)
+
+
+def check_scale(name: str, scale: object, cache: Tensor, per_token: Sequence[int], num_heads: int | None) -> None:
+    """Raise unless this is a scale of a cache: None, a real number, or a float32 tensor on its device.
+
+    Args:
+        name: Of the argument.
+        scale: What was given for it.
+        cache: What it is a scale of.
+        per_token: Shape of a scale per token and head.
+        num_heads: Shape of a scale per head; None: there are none.
+
+    Raises:
+        TypeError, ValueError: no such scale; one for a cache that is not quantised; none for one of integers.
+    """
+    if cache.dtype not in QUANTIZED_DTYPES:
+        if scale is not None:
+            raise ValueError(f"{name}: expected none, since the cache is not quantised ({cache.dtype}), given one")
+        return
+    if scale is None:
+        if not cache.dtype.is_floating_point:
+            raise ValueError(f"{name}: expected a scale, since the cache is of {cache.dtype}, given none")
+        return
+    if not isinstance(scale, Tensor):
+        check_finite(name, scale, above=0.0)
+        return
+    scale = check_tensor(name, scale)
+    check_dtype(name, scale, torch.float32)
+    check_device(name, scale, cache.device, "the cache")
+    shapes = [[], *([] if num_heads is None else [[num_heads]]), list(per_token)]
+    if list(scale.shape) not in shapes:
+        raise ValueError(
+            f"{name}: expected shape {' or '.join(map(shape_text, shapes))}, given {shape_text(scale.shape)}"
+        )
 
 
 def check_device(name: str, tensor: Tensor, device: torch.device, of: str) -> None:

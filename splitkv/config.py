@@ -16,6 +16,10 @@ DEFAULT_MAX_SPLITS = 2048
 DEFAULT_PARTIAL_BYTES = 64 * 10**6
 MAX_COUNT = 2**30  # of requests and tokens: sums of two still fit 32 bits
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FNUZ_DTYPES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+"""8-bit floats of AMD's gfx940 … gfx942: without infinities and a negative zero, whose code means NaN."""
+QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, *FNUZ_DTYPES)
+"""Of caches only: numbers of one byte, which a scale may multiply."""
 
 
 def cdiv(a: int, b: int) -> int:

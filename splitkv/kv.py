@@ -1,12 +1,12 @@
 """Views of a KV cache. They hold the caller's tensors, copy nothing, and say where each token lies.
 
-All four come down to one description that the kernels take (`Addressing`): where request b's tokens are found, and the
+All come down to one description that the kernels take (`Addressing`): where request b's tokens are found, and the
 strides between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from splitkv import checks
-from splitkv.config import DTYPES, MAX_HEAD_DIM, cdiv
+from splitkv.config import MAX_HEAD_DIM, QUANTIZED_DTYPES, cdiv
 from splitkv.work_list import Schedule
 
 MAX_TOKENS = 2**30  # longer lengths are clamped to it: sums of two still fit 32 bits
@@ -25,8 +25,20 @@ CONTIGUOUS = 1  # cache[row, t]
 RAGGED = 2  # cache[kv_indptr[b] + t]
 CSR = 3  # page_indices[page_indptr[b] + t // page_size] is the page of token t
 
+# What the bytes of a cache mean, as the kernels know it.
+FORMATS = {
+    torch.float8_e4m3fn: 1,
+    torch.float8_e5m2: 2,
+    torch.int8: 3,
+    torch.float8_e4m3fnuz: 4,
+    torch.float8_e5m2fnuz: 5,
+}
+
 # The kernels' names of a view's tensors.
-OPERANDS = ("k_ptr", "v_ptr", "lens_ptr", "indptr_ptr", "table_ptr", "rows_ptr", "kv_start_ptr", "list_ptr")
+OPERANDS = (
+    "k_ptr", "v_ptr", "lens_ptr", "indptr_ptr", "table_ptr", "rows_ptr", "kv_start_ptr", "list_ptr", "k_scale_ptr",
+    "v_scale_ptr",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,10 +67,48 @@ class Addressing:
     stride_v: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Scale:
+    """What the numbers of a quantised cache are multiplied by, as the kernels take it: a number times a tensor's entry.
+
+    Attributes:
+        number: 1 where a tensor says it.
+        tensor: float32, or None.
+        strides: Elements of the tensor between pages (rows), tokens and heads; 0 where one entry serves all.
+        per_token: Whether every token has a scale of its own, per head.
+    """
+
+    number: float = 1.0
+    tensor: Tensor | None = None
+    strides: tuple[int, int, int] = (0, 0, 0)
+    per_token: bool = False
+
+    @classmethod
+    def of(cls, scale: Tensor | float | None, per_token: Callable[[Tensor], tuple[int, int, int]]) -> Scale:
+        """A scale that was checked.
+
+        Args:
+            scale: As a view takes it.
+            per_token: The strides of one per token and head.
+        """
+        if scale is None:
+            return cls()
+        if not isinstance(scale, Tensor):
+            return cls(float(scale))
+        if scale.dim() > 1:
+            return cls(1.0, scale, per_token(scale), True)
+        return cls(1.0, scale, (0, 0, scale.stride(0) if scale.dim() else 0))
+
+    @property
+    def form(self) -> tuple[Hashable, ...]:
+        """All that checks and constants depend on of it."""
+        return self.number, self.tensor is None, self.strides, self.per_token
+
+
 def _check_cache(name: str, cache: object, rank: int) -> Tensor:
     cache = checks.check_tensor(name, cache)
     checks.check_rank(name, cache, rank)
-    checks.check_dtype(name, cache, *DTYPES)
+    checks.check_cache_dtype(name, cache)
     checks.check_last_stride(name, cache)
     if not 1 <= cache.shape[-1] <= MAX_HEAD_DIM:
         raise ValueError(f"{name}: expected a width in 1…{MAX_HEAD_DIM}, given {cache.shape[-1]}")
@@ -75,12 +125,15 @@ def _check_pair(k_name: str, k: Tensor, v_name: str, v: Tensor) -> None:
 
 
 class KVView:
-    """What all views share. Use PagedKV, ContiguousKV or RaggedKV.
+    """What all views share. Use PagedKV, ContiguousKV, RaggedKV or LatentKV.
 
     Attributes:
-        k, v: The caller's caches.
+        k, v: The caller's caches; of a LatentKV views of its one cache.
         num_kv_heads, head_dim, head_dim_v: Their sizes.
         dtype, device: Theirs.
+        k_scale, v_scale: What the numbers of a quantised cache are multiplied by, as given.
+        scales: The same, of K and of V, as the kernels take it.
+        latent: Whether values are the first columns of keys by construction, so that a token is read once.
         rows: [≥ batch] int32, each request's row of the table or cache; None for row b.
         kv_start: [≥ batch] int32, tokens before it are invisible; None for 0.
         len_hint: Typical length in tokens, or None. May steer tile sizes, never results.
@@ -95,6 +148,10 @@ class KVView:
     num_kv_heads: int
     head_dim: int
     head_dim_v: int
+    k_scale: Tensor | float | None
+    v_scale: Tensor | float | None
+    scales: tuple[Scale, Scale]
+    latent: bool = False
     rows: Tensor | None
     kv_start: Tensor | None
     len_hint: int | None
@@ -115,7 +172,21 @@ class KVView:
         """Complete the view, which cannot be changed from then on."""
         self.addressing = where = addressing
         written = None if self.schedule is None else self.schedule.buffer
-        self.tensors = (self.k, self.v, where.lens, where.indptr, where.table, self.rows, self.kv_start, written)
+        # A quantised cache is bytes to the kernels, on whatever GPU: its dtype is a constant of theirs.
+        k, v = (cache.view(torch.uint8) if self.quantized else cache for cache in (self.k, self.v))
+        k_scale, v_scale = self.scales
+        self.tensors = (
+            k,
+            None if self.latent else v,
+            where.lens,
+            where.indptr,
+            where.table,
+            self.rows,
+            self.kv_start,
+            written,
+            k_scale.tensor,
+            None if self.latent else v_scale.tensor,
+        )
         self.form = (
             where.kind,
             where.page_size,
@@ -128,6 +199,9 @@ class KVView:
             self.num_kv_heads,
             self.k.dtype,
             self.k.device,
+            self.latent,
+            k_scale.form,
+            v_scale.form,
             self.max_batch,
             self.rows is None,
             self.kv_start is None,
@@ -161,9 +235,31 @@ class KVView:
                 raise ValueError(f"schedule: expected device {k.device} (that of the cache), given {schedule.device}")
         self.rows, self.kv_start, self.len_hint, self.schedule = rows, kv_start, len_hint, schedule
 
+    def _hold_scales(
+        self,
+        k_scale: Tensor | float | None,
+        v_scale: Tensor | float | None,
+        per_token: Callable[[Tensor], tuple[int, int, int]],
+    ) -> None:
+        """Check and keep the scales of K and V. `per_token`: the strides of a scale per token and head."""
+        for name, scale, cache in (("k_scale", k_scale, self.k), ("v_scale", v_scale, self.v)):
+            checks.check_scale(name, scale, cache, cache.shape[:-1], self.num_kv_heads)
+        self.k_scale, self.v_scale = k_scale, v_scale
+        self.scales = Scale.of(k_scale, per_token), Scale.of(v_scale, per_token)
+
     @property
     def dtype(self) -> torch.dtype:
         return self.k.dtype
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the cache holds numbers of one byte."""
+        return self.k.dtype in QUANTIZED_DTYPES
+
+    @property
+    def format(self) -> int:
+        """What its elements are, as the kernels know it: an entry of FORMATS, 0 where it is not quantised."""
+        return FORMATS.get(self.k.dtype, 0)
 
     @property
     def device(self) -> torch.device:
@@ -305,6 +401,35 @@ class KVView:
                     )
 
 
+def _paged_addressing(
+    name: str,
+    cache: Tensor,
+    page_size: int,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    stride_k: tuple[int, ...],
+    stride_v: tuple[int, ...],
+) -> Addressing:
+    """Check a page table and lengths, and say where the tokens of `cache`, the argument `name`, lie by them."""
+    page_table = checks.check_tensor("page_table", page_table)
+    checks.check_dtype("page_table", page_table, torch.int32)
+    checks.check_rank("page_table", page_table, 2)
+    checks.check_last_stride("page_table", page_table)
+    checks.check_device("page_table", page_table, cache.device, name)
+    checks.check_index_vector("seq_lens", seq_lens, cache.device, name)
+    return Addressing(
+        kind=PAGED,
+        page_size=page_size,
+        capacity=min(page_table.shape[1] * page_size, MAX_TOKENS),
+        lens=seq_lens,
+        indptr=None,
+        table=page_table,
+        stride_table_row=page_table.stride(0),
+        stride_k=stride_k,
+        stride_v=stride_v,
+    )
+
+
 class PagedKV(KVView):
     """A cache of pages, found through a page table.
 
@@ -316,14 +441,17 @@ class PagedKV(KVView):
 
     Args:
         k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim] ("HND": the middle two swapped); any strides
-            with the last 1; float16, bfloat16 or float32. The value width may differ. page_size 1 is a table of token
-            slots.
+            with the last 1; float16, bfloat16 or float32, or quantised: float8_e4m3fn, float8_e5m2 or int8. The value
+            width may differ. page_size 1 is a table of token slots.
         page_table: [rows, max_pages] int32, any row stride. Entries at or past ceil(seq_len / page_size) are never
             followed and may be -1.
         seq_lens: [≥ batch] int32, tokens in each request's cache, the current ones included. Clamped on the device to
             0…max_pages · page_size.
         rows: [≥ batch] int32, the table row of each request. None: request b uses row b.
         kv_start: [≥ batch] int32, tokens before it are invisible (left padding).
+        k_scale, v_scale: Of a quantised cache, whose numbers they multiply: a number > 0; or float32 tensors that are
+            read on the device: [] for all, [num_kv_heads], or [num_pages, page_size, num_kv_heads] (indexed as the cache), one per token and
+            head. None: 1; of an int8 cache both must be given.
         layout: "NHD" or "HND".
         len_hint: Typical length in tokens, known to the host; may steer tile sizes, never results.
         schedule: A `Schedule`: how the step's requests are shared among programs. A hint too.
@@ -341,30 +469,19 @@ class PagedKV(KVView):
         *,
         rows: Tensor | None = None,
         kv_start: Tensor | None = None,
+        k_scale: Tensor | float | None = None,
+        v_scale: Tensor | float | None = None,
         layout: str = "NHD",
         len_hint: int | None = None,
         schedule: Schedule | None = None,
     ) -> None:
-        self._hold_pages(k_cache, v_cache, layout, rows, kv_start, len_hint, schedule)
-        page_table = checks.check_tensor("page_table", page_table)
-        checks.check_dtype("page_table", page_table, torch.int32)
-        checks.check_rank("page_table", page_table, 2)
-        checks.check_last_stride("page_table", page_table)
-        checks.check_device("page_table", page_table, k_cache.device, "k_cache")
-        checks.check_index_vector("seq_lens", seq_lens, k_cache.device, "k_cache")
+        self._hold_pages(k_cache, v_cache, layout, rows, kv_start, len_hint, schedule, k_scale, v_scale)
         self.page_table, self.seq_lens = page_table, seq_lens
-        addressing = Addressing(
-            kind=PAGED,
-            page_size=self.page_size,
-            capacity=min(page_table.shape[1] * self.page_size, MAX_TOKENS),
-            lens=seq_lens,
-            indptr=None,
-            table=page_table,
-            stride_table_row=page_table.stride(0),
-            stride_k=self._page_strides(k_cache),
-            stride_v=self._page_strides(v_cache),
+        self._seal(
+            _paged_addressing(
+                "k_cache", k_cache, self.page_size, page_table, seq_lens, self._strides(k_cache), self._strides(v_cache)
+            )
         )
-        self._seal(addressing)
 
     @classmethod
     def from_csr(
@@ -376,6 +493,8 @@ class PagedKV(KVView):
         last_page_len: Tensor,
         *,
         kv_start: Tensor | None = None,
+        k_scale: Tensor | float | None = None,
+        v_scale: Tensor | float | None = None,
         layout: str = "NHD",
         len_hint: int | None = None,
         schedule: Schedule | None = None,
@@ -387,10 +506,10 @@ class PagedKV(KVView):
             page_indptr: [≥ batch + 1] int32, prefix sums of pages per request.
             page_indices: [num_indices] int32, the pages of all requests one after another.
             last_page_len: [≥ batch] int32, tokens in each request's last page, 1…page_size.
-            kv_start, layout, len_hint, schedule: As for PagedKV.
+            kv_start, k_scale, v_scale, layout, len_hint, schedule: As for PagedKV.
         """
         view = cls.__new__(cls)
-        view._hold_pages(k_cache, v_cache, layout, None, kv_start, len_hint, schedule)
+        view._hold_pages(k_cache, v_cache, layout, None, kv_start, len_hint, schedule, k_scale, v_scale)
         device = k_cache.device
         checks.check_index_vector("page_indptr", page_indptr, device, "k_cache", least=1)
         checks.check_index_vector("page_indices", page_indices, device, "k_cache")
@@ -404,8 +523,8 @@ class PagedKV(KVView):
             indptr=page_indptr,
             table=page_indices,
             stride_table_row=0,
-            stride_k=view._page_strides(k_cache),
-            stride_v=view._page_strides(v_cache),
+            stride_k=view._strides(k_cache),
+            stride_v=view._strides(v_cache),
         )
         view._seal(addressing)
         return view
@@ -425,6 +544,8 @@ class PagedKV(KVView):
         kv_start: Tensor | None,
         len_hint: int | None,
         schedule: Schedule | None,
+        k_scale: Tensor | float | None,
+        v_scale: Tensor | float | None,
     ) -> None:
         if layout not in ("NHD", "HND"):
             raise ValueError(f'layout: expected "NHD" or "HND", given {layout!r}')
@@ -435,9 +556,11 @@ class PagedKV(KVView):
         tokens, heads = (1, 2) if layout == "NHD" else (2, 1)
         self.page_size = k_cache.shape[tokens]
         self._hold(k_cache, v_cache, k_cache.shape[heads], rows, kv_start, len_hint, schedule)
+        self._hold_scales(k_scale, v_scale, self._strides)
 
-    def _page_strides(self, cache: Tensor) -> tuple[int, ...]:
-        page, second, third, _ = cache.stride()
+    def _strides(self, tensor: Tensor) -> tuple[int, int, int]:
+        """Elements between pages, tokens and heads of a cache or a scale."""
+        page, second, third = tensor.stride()[:3]
         return (page, second, third) if self.layout == "NHD" else (page, third, second)
 
 
@@ -451,10 +574,11 @@ class ContiguousKV(KVView):
 
     Args:
         k, v: [batch, max_len, num_kv_heads, head_dim], any strides with the last 1 (a [batch, heads, max_len, head_dim]
-            cache is `cache.transpose(1, 2)`); float16, bfloat16 or float32. The value width may differ.
+            cache is `cache.transpose(1, 2)`); dtypes as for PagedKV. The value width may differ.
         seq_lens: [≥ batch] int32, tokens of each request. Clamped on the device to 0…max_len.
         rows: [≥ batch] int32, the row of k and v of each request. None: request b uses row b.
         kv_start: [≥ batch] int32, tokens before it are invisible (left padding).
+        k_scale, v_scale: As for PagedKV; per token and head [batch, max_len, num_kv_heads].
         len_hint: Typical length in tokens, known to the host; may steer tile sizes, never results.
         schedule: A `Schedule`: how the step's requests are shared among programs. A hint too.
 
@@ -470,6 +594,8 @@ class ContiguousKV(KVView):
         *,
         rows: Tensor | None = None,
         kv_start: Tensor | None = None,
+        k_scale: Tensor | float | None = None,
+        v_scale: Tensor | float | None = None,
         len_hint: int | None = None,
         schedule: Schedule | None = None,
     ) -> None:
@@ -478,6 +604,7 @@ class ContiguousKV(KVView):
         _check_pair("k", k, "v", v)
         checks.check_index_vector("seq_lens", seq_lens, k.device, "k")
         self._hold(k, v, k.shape[2], rows, kv_start, len_hint, schedule)
+        self._hold_scales(k_scale, v_scale, lambda scale: (scale.stride(0), scale.stride(1), scale.stride(2)))
         self.seq_lens = seq_lens
         addressing = Addressing(
             kind=CONTIGUOUS,
@@ -502,10 +629,11 @@ class RaggedKV(KVView):
     64
 
     Args:
-        k, v: [total_tokens, num_kv_heads, head_dim], any strides with the last 1; float16, bfloat16 or float32. The
-            value width may differ.
+        k, v: [total_tokens, num_kv_heads, head_dim], any strides with the last 1; dtypes as for PagedKV. The value width
+            may differ.
         kv_indptr: [≥ batch + 1] int32, prefix sums of tokens per request. Clamped on the device to 0…total_tokens.
         kv_start: [≥ batch] int32, tokens of a request before it are invisible.
+        k_scale, v_scale: As for PagedKV; per token and head [total_tokens, num_kv_heads].
         len_hint: Typical length in tokens, known to the host; may steer tile sizes, never results.
         schedule: A `Schedule`: how the step's requests are shared among programs. A hint too.
 
@@ -520,6 +648,8 @@ class RaggedKV(KVView):
         kv_indptr: Tensor,
         *,
         kv_start: Tensor | None = None,
+        k_scale: Tensor | float | None = None,
+        v_scale: Tensor | float | None = None,
         len_hint: int | None = None,
         schedule: Schedule | None = None,
     ) -> None:
@@ -528,6 +658,7 @@ class RaggedKV(KVView):
         _check_pair("k", k, "v", v)
         checks.check_index_vector("kv_indptr", kv_indptr, k.device, "k", least=1)
         self._hold(k, v, k.shape[1], None, kv_start, len_hint, schedule)
+        self._hold_scales(k_scale, v_scale, lambda scale: (0, scale.stride(0), scale.stride(1)))
         self.kv_indptr = kv_indptr
         addressing = Addressing(
             kind=RAGGED,
@@ -541,3 +672,60 @@ class RaggedKV(KVView):
             stride_v=(0, *v.stride()[:2]),
         )
         self._seal(addressing)
+
+
+class LatentKV(KVView):
+    """A cache of latent rows, as multi-head latent attention (MLA) has them, found through a page table.
+
+    All query heads share one key per token, its latent row; its value is the row's first columns. Each byte is read
+    once. There is no default scale of scores: `decode` must be given sm_scale, which for MLA is not 1/√width.
+
+    >>> cache = torch.zeros(8, 64, 576)
+    >>> table = torch.tensor([[3, 1], [0, -1]], dtype=torch.int32)
+    >>> kv = LatentKV(cache, table, torch.tensor([70, 7], dtype=torch.int32))
+    >>> kv.num_kv_heads, kv.head_dim, kv.head_dim_v
+    (1, 576, 512)
+
+    Args:
+        cache: [num_pages, page_size, width], any strides with the last 1; dtypes as for PagedKV. A cache with one stretch
+            of tokens per request is one whose pages are these stretches.
+        page_table, seq_lens: As for PagedKV.
+        head_dim_v: Width of a value: the first so many columns of a row.
+        rows, kv_start: As for PagedKV.
+        scale: Of a quantised cache: a number > 0; or a float32 tensor that is read on the device: [] for all, or
+            [num_pages, page_size], one per token. None: 1; of an int8 cache it must be given.
+        len_hint, schedule: As for PagedKV.
+
+    Raises:
+        TypeError, ValueError: dtype, rank, shape, stride or device, naming the argument.
+    """
+
+    def __init__(
+        self,
+        cache: Tensor,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        *,
+        head_dim_v: int = 512,
+        rows: Tensor | None = None,
+        kv_start: Tensor | None = None,
+        scale: Tensor | float | None = None,
+        len_hint: int | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
+        _check_cache("cache", cache, 3)
+        checks.require_int("head_dim_v", head_dim_v, 1, cache.shape[-1])
+        checks.check_scale("scale", scale, cache, cache.shape[:-1], None)
+        k = cache.unsqueeze(2)
+        self.latent = True
+        self._hold(k, k[..., :head_dim_v], 1, rows, kv_start, len_hint, schedule)
+        self.k_scale = self.v_scale = scale
+        held = Scale.of(scale, lambda scale: (scale.stride(0), scale.stride(1), 0))
+        self.scales = held, held
+        self.cache, self.scale, self.page_size = cache, scale, cache.shape[1]
+        self.page_table, self.seq_lens = page_table, seq_lens
+        strides = (*cache.stride()[:2], 0)
+        self._seal(_paged_addressing("cache", cache, self.page_size, page_table, seq_lens, strides, strides))
+
+    page_table: Tensor
+    seq_lens: Tensor

@@ -40,26 +40,40 @@ def _pool_range(indptr: Tensor, b: int, capacity: int) -> tuple[int, int]:
     return first, min(max(int(indptr[b + 1]), first), capacity)
 
 
-def gather(kv: Any, b: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def gather(kv: Any, b: int, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """K [tokens, num_kv_heads, head_dim] and V [tokens, num_kv_heads, head_dim_v] of request b at these token indices.
 
-    Only these tokens are touched, so that nothing invisible can enter a result.
+    In `dtype`, those of a quantised cache times their scales. Only these tokens are touched, so that nothing invisible
+    can enter a result.
     """
     row = b if kv.rows is None else int(kv.rows[b])
-    if hasattr(kv, "kv_indptr"):
-        first, _ = _pool_range(kv.kv_indptr, b, kv.k.shape[0])
-        return kv.k[first + tokens], kv.v[first + tokens]
-    if not hasattr(kv, "page_size"):
-        return kv.k[row, tokens], kv.v[row, tokens]
-    if hasattr(kv, "page_indptr"):
-        first, _ = _pool_range(kv.page_indptr, b, kv.page_indices.shape[0])
-        pages = kv.page_indices[first + tokens // kv.page_size].long()
-    else:
-        pages = kv.page_table[row, tokens // kv.page_size].long()
-    offsets = tokens % kv.page_size
-    if kv.layout == "HND":
-        return kv.k[pages, :, offsets], kv.v[pages, :, offsets]
-    return kv.k[pages, offsets], kv.v[pages, offsets]
+
+    def pick(cache: Tensor) -> Tensor:
+        """[tokens, num_kv_heads, ...] of a cache, or of what is indexed as it."""
+        if hasattr(kv, "kv_indptr"):
+            first, _ = _pool_range(kv.kv_indptr, b, kv.k.shape[0])
+            return cache[first + tokens]
+        if not hasattr(kv, "page_size"):
+            return cache[row, tokens]
+        if hasattr(kv, "page_indptr"):
+            first, _ = _pool_range(kv.page_indptr, b, kv.page_indices.shape[0])
+            pages = kv.page_indices[first + tokens // kv.page_size].long()
+        else:
+            pages = kv.page_table[row, tokens // kv.page_size].long()
+        offsets = tokens % kv.page_size
+        return cache[pages, :, offsets] if getattr(kv, "layout", "NHD") == "HND" else cache[pages, offsets]
+
+    def numbers(cache: Tensor, scale: Tensor | float | None) -> Tensor:
+        found = pick(_bytes(cache)).view(cache.dtype).to(dtype)
+        if scale is None:
+            return found
+        if not isinstance(scale, Tensor):
+            return found * scale
+        if scale.dim() > 1:
+            scale = pick(scale.view(*scale.shape, 1) if hasattr(kv, "cache") else scale)
+        return found * scale.to(dtype)[..., None]
+
+    return numbers(kv.k, kv.k_scale), numbers(kv.v, kv.v_scale)
 
 
 def visible(
@@ -203,7 +217,12 @@ def decode_with_lse(
         q_len = 1 if q.dim() == 3 else q.shape[1]
         ranges = [(b * q_len, (b + 1) * q_len) for b in range(q.shape[0])]
         flat = q.reshape(-1, *q.shape[-2:])
-    sm_scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    if sm_scale is None:
+        if hasattr(kv, "cache"):
+            raise ValueError(
+                "sm_scale: expected a number with a LatentKV (that of the model, not 1/√width), given None"
+            )
+        sm_scale = q.shape[-1] ** -0.5
     out = torch.zeros(*flat.shape[:2], kv.v.shape[-1], dtype=compute, device=q.device)
     lse = torch.full(flat.shape[:2], -math.inf, dtype=compute, device=q.device)
     for b, (first, last) in enumerate(ranges):
@@ -223,11 +242,11 @@ def decode_with_lse(
         keys = sees.any(dim=0).nonzero()[:, 0]
         if keys.numel() == 0:
             continue
-        k, v = gather(kv, b, keys)
+        k, v = gather(kv, b, keys, compute)
         out[first:last], lse[first:last] = attend(
             flat[first:last].to(compute),
-            k.to(compute),
-            v.to(compute),
+            k,
+            v,
             sees[:, keys],
             sm_scale=sm_scale,
             softcap=softcap,
@@ -302,27 +321,65 @@ def _merge(partial: Tensor, weights: Tensor, sinks: Tensor | None) -> tuple[Tens
     return out, lse
 
 
-def append_kv(k_new: Tensor, v_new: Tensor, kv: Any, slots: Tensor) -> None:
+def append_kv(k_new: Tensor, v_new: Tensor | None, kv: Any, slots: Tensor) -> None:
     """`splitkv.append_kv` in plain PyTorch, token by token: of several with one slot the last wins."""
     for token, slot in enumerate(slots[: k_new.shape[0]].tolist()):
-        k_token, v_token = _token_at(kv.k, kv, slot), _token_at(kv.v, kv, slot)
-        if k_token is not None and v_token is not None:
-            k_token.copy_(k_new[token])
-            v_token.copy_(v_new[token])
+        for new, cache, scale in ((k_new, kv.k, kv.k_scale), (v_new, kv.v, kv.v_scale)):
+            place = _token_at(cache, kv, slot)
+            if new is None or place is None:
+                continue
+            if new.dtype == cache.dtype:
+                _bytes(place).copy_(_bytes(new[token]))
+                continue
+            numbers = new[token].float()
+            if isinstance(scale, Tensor) and scale.dim() > 1:
+                own = _token_at(scale.unsqueeze(-1) if hasattr(kv, "cache") else scale, kv, slot)
+                assert own is not None
+                own.copy_(token_scale(numbers, cache.dtype))
+                scale = own
+            divisor = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32, device=new.device)
+            _bytes(place).copy_(_bytes(quantize(numbers / divisor[..., None], cache.dtype)))
+
+
+def token_scale(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """[heads] float32: the scale with which a token's numbers [heads, width] float32 fill a quantised dtype."""
+    size = numbers.abs()
+    top = torch.where(size < math.inf, size, torch.zeros_like(size)).amax(dim=-1)
+    most = torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max
+    scale = torch.where(top > 0, top / most, torch.ones_like(top))
+    return scale if dtype.is_floating_point else scale.masked_fill(numbers.isnan().any(dim=-1), math.nan)
+
+
+def quantize(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 numbers in a quantised dtype: to nearest, ties to even; beyond its largest finite number that number."""
+    if not dtype.is_floating_point:
+        info = torch.iinfo(dtype)
+        return numbers.nan_to_num(0.0).clamp(info.min, info.max).round().to(dtype)
+    most = torch.finfo(dtype).max
+    return numbers.clamp(-most, most).to(dtype)
 
 
 def move_kv(kv: Any, src_slots: Tensor, dst_slots: Tensor) -> None:
     """`splitkv.move_kv` in plain PyTorch: all sources are read before anything is written."""
-    for cache in (kv.k, kv.v):
-        before = cache.clone()
+    moved = [kv.k, kv.v]
+    for scale in (kv.k_scale, kv.v_scale):
+        if isinstance(scale, Tensor) and scale.dim() > 1:
+            moved.append(scale.unsqueeze(-1) if hasattr(kv, "cache") else scale)
+    before = [_bytes(tensor).clone() for tensor in moved]
+    for cache, old in zip(moved, before, strict=True):
         for source, target in zip(src_slots.tolist(), dst_slots.tolist(), strict=True):
-            from_token, to_token = _token_at(before, kv, source), _token_at(cache, kv, target)
+            from_token, to_token = _token_at(old, kv, source), _token_at(_bytes(cache), kv, target)
             if from_token is not None and to_token is not None:
                 to_token.copy_(from_token)
 
 
+def _bytes(tensor: Tensor) -> Tensor:
+    """A tensor of one-byte elements as integers, which all of PyTorch's operations take; others as they are."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
 def _token_at(cache: Tensor, kv: Any, slot: int) -> Tensor | None:
-    """The [num_kv_heads, width] view of a slot's token, or None where the cache has no such slot."""
+    """The [num_kv_heads, …] view of a slot's token, or None where the cache has no such slot."""
     if hasattr(kv, "kv_indptr"):
         unit_tokens = 1
     else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from splitkv import api, reference
-from splitkv.config import DTYPES, WorkspaceConfig, align_up, cdiv
-from splitkv.kv import ContiguousKV, KVView, PagedKV, RaggedKV
+from splitkv.config import DTYPES, QUANTIZED_DTYPES, WorkspaceConfig, align_up, cdiv
+from splitkv.kv import ContiguousKV, KVView, LatentKV, PagedKV, RaggedKV
 from splitkv.workspace import Workspace, aligned_bytes
 
 __all__ = [
@@ -426,10 +426,11 @@ def _check_untouched(name: str, memory: Tensor, before: Tensor, outside: Tensor)
 # Problems.
 
 STRIDES = ("contiguous", "padded", "odd", "transposed")
+SCALES = ("number", "tensor", "head", "token")
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": DTYPES,
-    "kind": ("paged", "csr", "contiguous", "ragged"),
+    "kind": ("paged", "csr", "contiguous", "ragged", "latent"),
     "layout": ("NHD", "HND"),
     "kv_strides": STRIDES,
     "alias_v": (False, False, True),
@@ -464,6 +465,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "q_tile_rows": (None, None, 16, 128),
     "spare": (0, 1, 3),
     "poison": ("nan", "inf"),
+    "cache": (None, None, None, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8),
+    "k_scale": SCALES,
+    "v_scale": SCALES,
 }
 """What a problem may be: each name's options, one of which its seed draws."""
 
@@ -534,25 +538,38 @@ class Problem:
             ValueError: a view without pages.
         """
         kv = self.kv
-        if not isinstance(kv, PagedKV):
-            raise ValueError(f"kind: expected paged or csr, given {self.choices['kind']}")
+        if not isinstance(kv, (PagedKV, LatentKV)):
+            raise ValueError(f"kind: expected paged, csr or latent, given {self.choices['kind']}")
         count = kv.k.shape[0]
         new_place = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(kv.device)
-        k, v = torch.empty_like(kv.k), torch.empty_like(kv.v)
-        k[new_place], v[new_place] = kv.k, kv.v
+
+        def move(pages: Tensor) -> Tensor:
+            moved = torch.empty_like(pages)
+            _bits(moved)[new_place] = _bits(pages)
+            return moved
+
+        scales = dict(map_scales(kv, move))
 
         def relabel(table: Tensor) -> Tensor:
             known = (table >= 0) & (table < count)
             return torch.where(known, new_place[table.clamp(0, count - 1).long()].int(), table)
 
-        if hasattr(kv, "page_indptr"):
+        moved: KVView
+        if isinstance(kv, LatentKV):
+            moved = LatentKV(
+                move(kv.cache), relabel(kv.page_table), kv.seq_lens, head_dim_v=kv.head_dim_v, rows=kv.rows,
+                kv_start=kv.kv_start, **scales,
+            )  # fmt: skip
+        elif hasattr(kv, "page_indptr"):
             moved = PagedKV.from_csr(
-                k, v, kv.page_indptr, relabel(kv.page_indices), kv.last_page_len, kv_start=kv.kv_start, layout=kv.layout
-            )
+                move(kv.k), move(kv.v), kv.page_indptr, relabel(kv.page_indices), kv.last_page_len,
+                kv_start=kv.kv_start, layout=kv.layout, **scales,
+            )  # fmt: skip
         else:
             moved = PagedKV(
-                k, v, relabel(kv.page_table), kv.seq_lens, rows=kv.rows, kv_start=kv.kv_start, layout=kv.layout
-            )
+                move(kv.k), move(kv.v), relabel(kv.page_table), kv.seq_lens, rows=kv.rows, kv_start=kv.kv_start,
+                layout=kv.layout, **scales,
+            )  # fmt: skip
         return dataclasses.replace(self, kv=moved)
 
     def select(self, order: Sequence[int]) -> Problem:
@@ -579,31 +596,52 @@ class Problem:
             q = self.q[index]
         kv = self.kv
         kv_start = None if kv.kv_start is None else kv.kv_start[index]
+        scales = dict(map_scales(kv, lambda scale: scale))
         moved: KVView
         if isinstance(kv, RaggedKV):
             edges = kv.kv_indptr.clamp(0, kv.k.shape[0]).tolist()
             tokens = [torch.arange(edges[b], edges[b + 1], device=kv.device) for b in order]
             flat = torch.cat([*tokens, index[:0]])
             indptr = torch.tensor([0, *accumulate(map(len, tokens))], dtype=torch.int32, device=kv.device)
-            moved = RaggedKV(kv.k[flat], kv.v[flat], indptr, kv_start=kv_start)
+
+            def pick(tokens: Tensor) -> Tensor:
+                return _bits(tokens)[flat].view(tokens.dtype)
+
+            moved = RaggedKV(pick(kv.k), pick(kv.v), indptr, kv_start=kv_start, **dict(map_scales(kv, pick)))
         elif isinstance(kv, PagedKV) and hasattr(kv, "page_indptr"):
             edges = kv.page_indptr.tolist()
             pages = [kv.page_indices[edges[b] : edges[b + 1]] for b in order]
             indptr = torch.tensor([0, *accumulate(map(len, pages))], dtype=torch.int32, device=kv.device)
             indices = torch.cat([*pages, kv.page_indices[:0]])
             moved = PagedKV.from_csr(
-                kv.k, kv.v, indptr, indices, kv.last_page_len[index], kv_start=kv_start, layout=kv.layout
+                kv.k, kv.v, indptr, indices, kv.last_page_len[index], kv_start=kv_start, layout=kv.layout, **scales
             )
         else:
             rows = index.int() if kv.rows is None else kv.rows[index]
             if isinstance(kv, PagedKV):
                 moved = PagedKV(
-                    kv.k, kv.v, kv.page_table, kv.seq_lens[index], rows=rows, kv_start=kv_start, layout=kv.layout
-                )
+                    kv.k, kv.v, kv.page_table, kv.seq_lens[index], rows=rows, kv_start=kv_start, layout=kv.layout,
+                    **scales,
+                )  # fmt: skip
+            elif isinstance(kv, LatentKV):
+                moved = LatentKV(
+                    kv.cache, kv.page_table, kv.seq_lens[index], head_dim_v=kv.head_dim_v, rows=rows, kv_start=kv_start,
+                    **scales,
+                )  # fmt: skip
             else:
                 assert isinstance(kv, ContiguousKV)
-                moved = ContiguousKV(kv.k, kv.v, kv.seq_lens[index], rows=rows, kv_start=kv_start)
+                moved = ContiguousKV(kv.k, kv.v, kv.seq_lens[index], rows=rows, kv_start=kv_start, **scales)
         return dataclasses.replace(self, q=q, kv=moved, rules=rules, lens=[self.lens[b] for b in order], q_lens=q_lens)
+
+
+def map_scales(kv: KVView, change: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Any]]:
+    """The scales of a view by argument name, `change` applied to those that tokens have of their own."""
+    names = ("scale",) if isinstance(kv, LatentKV) else ("k_scale", "v_scale")
+    for name, scale in zip(names, (kv.k_scale, kv.v_scale), strict=False):
+        if isinstance(scale, Tensor) and scale.dim() > 1:
+            yield name, change(scale)
+        elif scale is not None:
+            yield name, scale
 
 
 def make_problem(seed: int, *, device: torch.device | str = "cpu", **choices: Any) -> Problem:
@@ -622,7 +660,8 @@ def make_problem(seed: int, *, device: torch.device | str = "cpu", **choices: An
         device: Where the tensors live.
         **choices: Names of `CHOICES` with a value instead of a drawn one. The value need not be among the options:
 
-            - dtype; kind: "paged", "csr", "contiguous" or "ragged"; layout: "NHD" or "HND"
+            - dtype; kind: "paged", "csr", "contiguous", "ragged" or "latent" (one KV head, values the first columns of
+              keys, sm_scale given); layout: "NHD" or "HND"
             - kv_strides, q_strides: "contiguous", "padded" (rows further apart), "odd" (by an odd number, and off
               alignment) or "transposed" (heads outermost in memory); alias_v: values are the first columns of keys
             - batch, num_kv_heads, group_size, head_dim, head_dim_v (None: head_dim), page_size
@@ -636,7 +675,10 @@ def make_problem(seed: int, *, device: torch.device | str = "cpu", **choices: An
               dtype of q); alibi; spread: standard deviation of the scores
             - num_splits, split_tokens, max_parts, max_splits, q_tile_rows; spare: requests and query tokens that the
               workspace could hold beyond the call
-            - poison: what slots that nothing sees hold, "nan", "inf" or "zero"
+            - poison: what slots that nothing sees hold, "nan", "inf" or "zero", as far as their dtype has it; of scales
+              that tokens have of their own too
+            - cache: None (the dtype of queries) or a quantised dtype; k_scale, v_scale: for these a "number", a "tensor"
+              for all, one per "head" or per "token"
 
     Raises:
         TypeError: a name that is no choice.
@@ -658,10 +700,15 @@ class _Maker:
         self.generator = torch.Generator().manual_seed(seed)
         c = choices
         self.batch: int = c["batch"] if c["lens"] is None else len(c["lens"])
+        self.latent = c["kind"] == "latent"
         self.head_dim: int = c["head_dim"]
         self.head_dim_v: int = c["head_dim_v"] or self.head_dim
-        self.num_q_heads: int = c["num_kv_heads"] * c["group_size"]
-        self.paged = c["kind"] in ("paged", "csr")
+        self.num_kv_heads: int = c["num_kv_heads"]
+        if self.latent:
+            self.num_kv_heads, self.head_dim_v = 1, min(self.head_dim, self.head_dim_v)
+        self.num_q_heads: int = self.num_kv_heads * c["group_size"]
+        self.paged = c["kind"] in ("paged", "csr", "latent")
+        self.cache: torch.dtype = c["cache"] or c["dtype"]
         self.page_size: int = c["page_size"] if self.paged else 1
 
     def values(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -729,6 +776,8 @@ class _Maker:
         for name in ("window_left", "softcap", "sm_scale", "num_splits"):
             if c[name] is not None:
                 rules[name] = c[name]
+        if self.latent:
+            rules.setdefault("sm_scale", 0.7 * self.head_dim**-0.5)
         if c["sinks"] is not None:
             sinks = torch.randn(self.num_q_heads, generator=self.generator)
             rules["sinks"] = sinks if c["sinks"] == "float32" else sinks.to(c["dtype"])
@@ -766,24 +815,69 @@ class _Maker:
         padding, shift = {"padded": (8, 0), "odd": (3, 1)}.get(how, (0, 0))
         width = values.shape[-1] + padding
         rows = math.prod(values.shape[:-1])
-        memory = torch.full((shift + rows * width,), math.nan, dtype=values.dtype, device=self.device)
+        memory = torch.empty(shift + rows * width, dtype=values.dtype, device=self.device)
+        poison_(memory.view(torch.uint8), "nan")
         view = memory[shift:].view(*values.shape[:-1], width)[..., : values.shape[-1]]
-        return view.copy_(values)
+        _bits(view).copy_(_bits(values))
+        return view
 
-    def caches(self, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V, poisoned where `seen` [..., tokens] (pages and offsets, rows and tokens, or tokens) is False."""
+    def caches(self, seen: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """K, V and their scales, poisoned where `seen` [..., tokens] (pages and offsets, rows and tokens, or tokens) is
+        False."""
         c = self.choices
         hidden = ~seen[..., None, None]
         fill = {"nan": math.nan, "inf": math.inf, "zero": 0.0}[c["poison"]]
-        heads = c["num_kv_heads"]
-        k = self.values(*seen.shape, heads, self.head_dim).masked_fill_(hidden, fill)
-        v = self.values(*seen.shape, heads, self.head_dim_v).masked_fill_(hidden, fill)
-        if self.paged and c["layout"] == "HND":
-            k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
-        k = self.lay(k, c["kv_strides"])
-        if c["alias_v"] and self.head_dim_v <= self.head_dim:
-            return k, k[..., : self.head_dim_v]
-        return k, self.lay(v, c["kv_strides"])
+        heads = self.num_kv_heads
+        swap = self.paged and not self.latent and c["layout"] == "HND"
+        aliased = self.latent or (c["alias_v"] and self.head_dim_v <= self.head_dim)
+        found, scales = [], {}
+        for name, width in (("k_scale", self.head_dim), ("v_scale", self.head_dim_v)):
+            numbers = self.values(*seen.shape, heads, width)
+            if self.cache in QUANTIZED_DTYPES:
+                scale, factor = self.scale(c[name], seen, heads, fill)
+                numbers = self.quantized(numbers.float() / factor, hidden, fill)
+                if isinstance(scale, Tensor):
+                    if scale.dim() > 1:
+                        scale = scale.transpose(1, 2).contiguous() if swap else scale
+                        scale = self.lay(scale[..., 0] if self.latent else scale, c["kv_strides"])
+                    scale = scale.to(self.device)
+                scales[name] = scale
+            else:
+                numbers.masked_fill_(hidden, fill)
+            if swap:
+                numbers = numbers.transpose(1, 2).contiguous()
+            found.append(self.lay(numbers[..., 0, :] if self.latent else numbers, c["kv_strides"]))
+            if aliased:
+                found.append(found[0][..., : self.head_dim_v])
+                if "k_scale" in scales:
+                    scales["v_scale"] = scales["k_scale"]
+                break
+        return found[0], found[1], scales
+
+    def scale(self, kind: str, seen: Tensor, heads: int, fill: float) -> tuple[Tensor | float, Tensor]:
+        """A scale of this kind, poisoned for tokens that are not seen, and as a factor of [..., tokens, heads, width]."""
+
+        def draw(*shape: int) -> Tensor:
+            return torch.exp2(torch.rand(shape, generator=self.generator) * 2 - 6)
+
+        if self.latent and kind == "head":
+            kind = "tensor"
+        if kind == "number":
+            number = float(draw())
+            return number, torch.tensor(number)
+        if kind == "token":
+            scale = draw(*seen.shape, heads)
+            return scale.masked_fill(~seen[..., None], fill), scale[..., None]
+        scale = draw(heads) if kind == "head" else draw()
+        return scale, scale[..., None]
+
+    def quantized(self, numbers: Tensor, hidden: Tensor, fill: float) -> Tensor:
+        """Numbers in the cache's dtype, with poison, as far as it has any, where they are hidden."""
+        poison = torch.tensor(fill)
+        if not self.cache.is_floating_point:
+            poison = poison.nan_to_num(127.0, posinf=127.0)
+        code = int(_bits(poison.to(self.cache)))
+        return _bits(reference.quantize(numbers, self.cache)).masked_fill_(hidden, code).view(self.cache)
 
     def view(self, lens: list[int], starts: list[int] | None, capacity: int, seen: list[tuple[Tensor, int]]) -> KVView:
         c = self.choices
@@ -794,19 +888,19 @@ class _Maker:
         if c["kind"] == "ragged":
             edges = list(accumulate(lens, initial=0))
             known = torch.cat([tokens for tokens, _ in seen])
-            k, v = self.caches(known if len(known) else torch.zeros(1, dtype=torch.bool))
+            k, v, scales = self.caches(known if len(known) else torch.zeros(1, dtype=torch.bool))
             if clamped and len(known) == k.shape[0]:
                 edges[-1] += 5
-            return RaggedKV(k, v, self.vector(edges), kv_start=kv_start)
+            return RaggedKV(k, v, self.vector(edges), kv_start=kv_start, **scales)
         if c["kind"] == "contiguous":
             rows, picked = self.pick_rows()
             known = torch.zeros(rows, capacity, dtype=torch.bool)
             for row, (tokens, _) in zip(picked, seen, strict=True):
                 known[row, : len(tokens)] = tokens
-            k, v = self.caches(known)
+            k, v, scales = self.caches(known)
             row_vector = self.vector([*picked, *[0 for _ in extra]]) if c["rows"] else None
             seq_lens = self.vector([*self.claims(lens, capacity, clamped), *extra])
-            return ContiguousKV(k, v, seq_lens, rows=row_vector, kv_start=kv_start)
+            return ContiguousKV(k, v, seq_lens, rows=row_vector, kv_start=kv_start, **scales)
         return self.paged_view(lens, kv_start, capacity, seen, extra)
 
     def claims(self, lens: list[int], capacity: int, clamped: bool) -> list[int]:
@@ -829,7 +923,7 @@ class _Maker:
         capacity: int,
         seen: list[tuple[Tensor, int]],
         extra: list[int],
-    ) -> PagedKV:
+    ) -> KVView:
         c, size = self.choices, self.page_size
         counts = [cdiv(n, size) for n in lens]
         num_pages = sum(counts) + 3
@@ -845,7 +939,7 @@ class _Maker:
             for place, page in enumerate(ids):
                 stretch = tokens[place * size : (place + 1) * size]
                 known[page, : len(stretch)] |= stretch
-        k, v = self.caches(known)
+        k, v, scales = self.caches(known)
         dead = self.random.choice((-1, -(2**31), num_pages, 2**31 - 1))
         for ids, (_, first) in zip(pages, seen, strict=True):
             left = min(first // size, len(ids))
@@ -857,7 +951,7 @@ class _Maker:
             flat = [page for ids in pages for page in ids]
             return PagedKV.from_csr(
                 k, v, self.vector(list(accumulate(counts, initial=0))), self.vector([*flat, dead]),
-                self.vector([*last, *extra]), kv_start=kv_start, layout=c["layout"],
+                self.vector([*last, *extra]), kv_start=kv_start, layout=c["layout"], **scales,
             )  # fmt: skip
         # Lengths are clamped to the table's columns, so that those which claim too much need one without a dead end.
         max_pages = max([*counts, 1]) + (0 if c["clamped"] else self.random.choice((0, 1)))
@@ -870,16 +964,20 @@ class _Maker:
         # A length that fills its table exactly may claim more.
         full = max_pages * size if capacity == max_pages * size else -1
         seq_lens = self.vector([*self.claims(lens, full, c["clamped"]), *extra])
-        return PagedKV(
-            k, v, table.to(self.device)[:, :max_pages], seq_lens, rows=row_vector, kv_start=kv_start, layout=c["layout"]
-        )
+        table = table.to(self.device)[:, :max_pages]
+        if self.latent:
+            scale = scales.get("k_scale")
+            return LatentKV(
+                k, table, seq_lens, head_dim_v=self.head_dim_v, rows=row_vector, kv_start=kv_start, scale=scale
+            )
+        return PagedKV(k, v, table, seq_lens, rows=row_vector, kv_start=kv_start, layout=c["layout"], **scales)
 
     def config(self, total_q: int) -> WorkspaceConfig:
         c = self.choices
         config = WorkspaceConfig(
             max_batch_size=self.batch + c["spare"],
             num_q_heads=self.num_q_heads,
-            num_kv_heads=c["num_kv_heads"],
+            num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
             max_total_q=max(total_q, 1) + c["spare"] * max(1, c["q_len"] if c["query"] != "one" else 1),

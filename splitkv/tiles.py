@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from splitkv.config import cdiv, next_power_of_2
+from splitkv.config import FNUZ_DTYPES, cdiv, next_power_of_2
 
 # Architectures for which the compiler keeps more of float32 products in registers at a time than there are.
 FLOAT32_SPILLS = (86, 87, 89, 120, 121)
@@ -37,6 +37,11 @@ class Target:
     def dependent_launch(self) -> bool:
         """Whether a kernel may start while the one before it ends (programmatic dependent launch)."""
         return _cuda_arch(self) >= 90
+
+    @property
+    def fnuz(self) -> bool:
+        """Whether it has the 8-bit floats without a negative zero (float8_e4m3fnuz, float8_e5m2fnuz)."""
+        return self.arch in ("hip:gfx940", "hip:gfx941", "hip:gfx942")
 
     @classmethod
     def of(cls, device: torch.device) -> Target:
@@ -111,6 +116,16 @@ def split_width(width: int) -> tuple[int, int]:
     return (block, tail) if block + tail < whole else (whole, 0)
 
 
+def split_latent_width(width: int, width_v: int) -> tuple[int, int]:
+    """The width of a latent row as a block that holds its value, and a tail.
+
+    >>> split_latent_width(576, 512), split_latent_width(24, 16), split_latent_width(64, 64), split_latent_width(80, 40)
+    ((512, 64), (16, 16), (64, 0), (64, 16))
+    """
+    block = max(16, next_power_of_2(width_v))
+    return block, max(16, next_power_of_2(width - block)) if width > block else 0
+
+
 def check_dtype(target: Target, dtype: torch.dtype) -> None:
     """Raise TypeError where a target cannot compute in a dtype.
 
@@ -121,6 +136,20 @@ def check_dtype(target: Target, dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16 and 0 < _cuda_arch(target) < 80:
         raise TypeError(
             f"q: expected float16 or float32 on {target.arch}, which has no bfloat16 arithmetic, given {dtype}"
+        )
+
+
+def check_cache_dtype(target: Target, dtype: torch.dtype) -> None:
+    """Raise TypeError where a target cannot read caches of a dtype.
+
+    >>> check_cache_dtype(Target("cuda:90", num_sms=132, shared_memory=232448), torch.float8_e4m3fnuz)
+    Traceback (most recent call last):
+    TypeError: kv: expected torch.float8_e4m3fn or torch.float8_e5m2 on cuda:90, which lacks FNUZ formats, given torch.float8_e4m3fnuz
+    """
+    if dtype in FNUZ_DTYPES and not target.fnuz:
+        raise TypeError(
+            f"kv: expected torch.float8_e4m3fn or torch.float8_e5m2 on {target.arch}, which lacks FNUZ formats, given "
+            f"{dtype}"
         )
 
 

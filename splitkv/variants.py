@@ -100,6 +100,10 @@ class CallForm:
         causal, has_window, has_softcap, has_tree, num_splits: The rules.
         listed_tiles: Most query tiles of a call that reads the view's work list; None: none does.
         len_hint: The view's: typical length in tokens.
+        kv_dtype: Of the cache.
+        kv_format: What its elements are, as the kernels know it; 0 where it is not quantised.
+        latent: Whether values are the first columns of keys.
+        k_scale_per_token, v_scale_per_token: Whether every token of it has scales of its own.
         widen: Whether products are computed in float32, for Triton's interpreter.
         shares_keys: Whether keys that requests have in common are attended for all of them at once.
         has_kv_start: Whether requests may have tokens hidden on the left.
@@ -125,6 +129,11 @@ class CallForm:
     num_splits: int | None
     listed_tiles: int | None
     len_hint: int | None
+    kv_dtype: torch.dtype
+    kv_format: int
+    latent: bool
+    k_scale_per_token: bool
+    v_scale_per_token: bool
     widen: bool
     shares_keys: bool = False
     has_kv_start: bool = False
@@ -134,7 +143,7 @@ class CallForm:
         rows = self.config.q_tile_rows
         if self.q_len is not None:
             rows = min(rows, max(16, next_power_of_2(self.q_len * self.group_size)))
-        if kv_vector == 1 or self.has_tree:
+        if kv_vector == 1 or self.has_tree or self.kv_format:
             # Warp-group products (64 rows on Hopper) of values that come through registers, not by an asynchronous
             # copy, read wrong shared memory where key and value widths differ (seen with Triton 3.6).
             rows = min(rows, 32)
@@ -207,6 +216,9 @@ class CallForm:
         )
         block_d, block_d_tail = tile_sizes.split_width(self.head_dim)
         block_dv, block_dv_tail = tile_sizes.split_width(self.head_dim_v)
+        if self.latent:
+            block_d, block_d_tail = tile_sizes.split_latent_width(self.head_dim, self.head_dim_v)
+            block_dv, block_dv_tail = block_d, 0
         split = dict(
             shared,
             HEAD_DIM=self.head_dim,
@@ -218,6 +230,9 @@ class CallForm:
             Q_VECTOR=q_vector if kv_vector > 1 else 1,
             SAME_STRIDES=same_strides and self.by_page and kv_vector > 1,
             KV_VECTOR=kv_vector,
+            KV_FORMAT=self.kv_format,
+            K_SCALE_PER_TOKEN=self.k_scale_per_token,
+            V_SCALE_PER_TOKEN=self.v_scale_per_token,
             BLOCK_N=tiles.block_n,
             BLOCK_D=block_d,
             BLOCK_D_TAIL=block_d_tail,
@@ -348,7 +363,7 @@ class CallForm:
             max_batch: Most requests of a call; None: any number.
         """
         vector = ALIGNED_BYTES // self.config.dtype.itemsize
-        for kv_vector in (vector, 1):
+        for kv_vector in (ALIGNED_BYTES // self.kv_dtype.itemsize, 1):
             for batch, q_tiles in self._sizes(kv_vector):
                 if max_batch is not None and batch > max_batch:
                     continue

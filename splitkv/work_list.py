@@ -100,7 +100,7 @@ class Schedule:
         from splitkv.kv import KVView
 
         if not isinstance(kv, KVView):
-            raise TypeError(f"kv: expected a PagedKV, ContiguousKV or RaggedKV, given {type(kv).__name__}")
+            raise TypeError(f"kv: expected a PagedKV, ContiguousKV, RaggedKV or LatentKV, given {type(kv).__name__}")
         if kv.device != self.device:
             raise ValueError(f"kv: expected device {self.device} (that of the schedule), given {kv.device}")
         if batch is None:

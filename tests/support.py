@@ -121,6 +121,14 @@ def index_probe(
     return k, v
 
 
+def masked(values: Tensor, mask: Tensor, fill: float) -> Tensor:
+    """The values but `fill` where the mask says so, of 8-bit floats too."""
+    if values.element_size() > 1:
+        return values.masked_fill(mask, fill)
+    code = int(torch.tensor(fill).to(values.dtype).view(torch.uint8))
+    return values.view(torch.uint8).masked_fill(mask, code).view(values.dtype)
+
+
 def view_of(
     layout: str,
     k: Tensor,
@@ -139,7 +147,7 @@ def view_of(
     device, max_len = k.device, k.shape[1]
     if layout == "contiguous":
         dead = torch.arange(max_len, device=device)[None, :] >= torch.tensor(seq_lens, device=device)[:, None]
-        k, v = (t.masked_fill(dead[:, :, None, None], poison) for t in (k, v))
+        k, v = (masked(t, dead[:, :, None, None], poison) for t in (k, v))
         return splitkv.ContiguousKV(k, v, ints(seq_lens, device), **options)
     if layout == "ragged":
         indptr = [sum(seq_lens[:b]) for b in range(len(seq_lens) + 1)]

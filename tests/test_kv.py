@@ -22,6 +22,13 @@ def arguments(kind, device="cpu"):
     def cache(*shape):
         return torch.zeros(*shape, dtype=torch.float16, device=device)
 
+    if kind == "latent":
+        return dict(
+            cache=cache(PAGES, SIZE, WIDTH_V),
+            page_table=torch.zeros(BATCH, 3, dtype=torch.int32, device=device),
+            seq_lens=ints(3, 12, device=device),
+            head_dim_v=WIDTH,
+        )
     if kind == "ragged":
         return dict(k=cache(30, HEADS, WIDTH), v=cache(30, HEADS, WIDTH_V), kv_indptr=ints(0, 10, 30, device=device))
     if kind == "contiguous":
@@ -45,8 +52,9 @@ MAKE = {
     "csr": splitkv.PagedKV.from_csr,
     "contiguous": splitkv.ContiguousKV,
     "ragged": splitkv.RaggedKV,
+    "latent": splitkv.LatentKV,
 }
-KIND = {"paged": PAGED, "csr": CSR, "contiguous": CONTIGUOUS, "ragged": RAGGED}
+KIND = {"paged": PAGED, "csr": CSR, "contiguous": CONTIGUOUS, "ragged": RAGGED, "latent": PAGED}
 EVERY = pytest.mark.parametrize("kind", list(MAKE))
 
 
@@ -54,11 +62,17 @@ EVERY = pytest.mark.parametrize("kind", list(MAKE))
 def test_a_view_holds_the_callers_tensors_and_copies_nothing(kind):
     given = arguments(kind)
     kv = MAKE[kind](**given)
-    assert kv.k is given.get("k", given.get("k_cache")) and kv.v is given.get("v", given.get("v_cache"))
+    if kind == "latent":
+        for tensor in (kv.k, kv.v):
+            assert tensor.data_ptr() == given["cache"].data_ptr()
+        assert (kv.num_kv_heads, kv.head_dim, kv.head_dim_v) == (1, WIDTH_V, WIDTH)
+        assert kv.k.shape == (PAGES, SIZE, 1, WIDTH_V) and kv.v.shape == (PAGES, SIZE, 1, WIDTH)
+    else:
+        assert kv.k is given.get("k", given.get("k_cache")) and kv.v is given.get("v", given.get("v_cache"))
+        assert (kv.num_kv_heads, kv.head_dim, kv.head_dim_v) == (HEADS, WIDTH, WIDTH_V)
     for name, tensor in given.items():
-        if name not in ("k", "v", "k_cache", "v_cache"):
+        if name not in ("k", "v", "k_cache", "v_cache", "head_dim_v"):
             assert getattr(kv, name) is tensor
-    assert (kv.num_kv_heads, kv.head_dim, kv.head_dim_v) == (HEADS, WIDTH, WIDTH_V)
     assert (kv.dtype, kv.device) == (torch.float16, torch.device("cpu"))
     assert kv.addressing.kind == KIND[kind]
 
@@ -101,7 +115,7 @@ def test_a_view_serves_every_batch_up_to_its_vectors(kind):
     kv = MAKE[kind](**arguments(kind), kv_start=ints(0, 0, 0))
     for batch in (0, 1, BATCH):
         kv.check_batch(batch)
-    name = {"paged": "seq_lens", "csr": "last_page_len", "contiguous": "seq_lens", "ragged": "kv_indptr"}[kind]
+    name = {"csr": "last_page_len", "ragged": "kv_indptr"}.get(kind, "seq_lens")
     with pytest.raises(ValueError, match=f"{name}: expected entries for a batch of 3, given 2"):
         kv.check_batch(3)
 
@@ -143,8 +157,8 @@ def cases():
     for kind in MAKE:
         paged = kind in ("paged", "csr")
         k, v = ("k_cache", "v_cache") if paged else ("k", "v")
-        rank = 3 if kind == "ragged" else 4
-        for name in (k, v):
+        rank = 3 if kind in ("ragged", "latent") else 4
+        for name in (k, v) if kind != "latent" else ("cache",):
             yield Bad(kind, name, lambda t: t.tolist(), TypeError, "a torch.Tensor", "list")
             yield Bad(kind, name, lambda t: None, TypeError, "a torch.Tensor", "NoneType")
             yield Bad(kind, name, lambda t: t[0], ValueError, f"{rank} dimensions", "shape [")
@@ -152,19 +166,22 @@ def cases():
             yield Bad(
                 kind, name, lambda t: t.double(), TypeError, "torch.float16 or torch.bfloat16 or", "torch.float64"
             )
-            yield Bad(kind, name, lambda t: t.to(torch.uint8), TypeError, "torch.float16 or", "torch.uint8")
+            yield Bad(kind, name, lambda t: t.to(torch.uint8), TypeError, ".view(torch.float8_e4m3fn) or",
+                      "torch.uint8")  # fmt: skip
+            yield Bad(kind, name, lambda t: t.to(torch.int16), TypeError, "torch.float8_e5m2 or torch.int8",
+                      "torch.int16")  # fmt: skip
             yield Bad(kind, name, lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2), ValueError,
                       "a last stride of 1", "strides [")  # fmt: skip
             yield Bad(kind, name, lambda t: t.new_zeros(*t.shape[:-1], 577), ValueError, "a width in 1…576", "577")
             yield Bad(kind, name, lambda t: t[..., :0], ValueError, "a width in 1…576", "0")
             yield Bad(kind, name, lambda t: t[:, :0], ValueError, "no empty dimension", "shape [")
-        yield Bad(kind, v, lambda t: t.float(), TypeError, "torch.float16", "torch.float32")
-        yield Bad(kind, v, lambda t: t.to("meta"), ValueError, f"device cpu (that of {k})", "meta")
-        yield Bad(kind, v, lambda t: t[:-1], ValueError, "shape [", "[")
-        yield Bad(kind, v, lambda t: t[..., :2, :], ValueError, "head_dim_v]", "[")
-        vectors = {"paged": ["seq_lens", "rows", "kv_start"], "contiguous": ["seq_lens", "rows", "kv_start"],
-                   "csr": ["page_indptr", "page_indices", "last_page_len", "kv_start"],
-                   "ragged": ["kv_indptr", "kv_start"]}[kind]  # fmt: skip
+        if kind != "latent":
+            yield Bad(kind, v, lambda t: t.float(), TypeError, "torch.float16", "torch.float32")
+            yield Bad(kind, v, lambda t: t.to("meta"), ValueError, f"device cpu (that of {k})", "meta")
+            yield Bad(kind, v, lambda t: t[:-1], ValueError, "shape [", "[")
+            yield Bad(kind, v, lambda t: t[..., :2, :], ValueError, "head_dim_v]", "[")
+        vectors = {"csr": ["page_indptr", "page_indices", "last_page_len", "kv_start"],
+                   "ragged": ["kv_indptr", "kv_start"]}.get(kind, ["seq_lens", "rows", "kv_start"])  # fmt: skip
         for name in vectors:
             yield Bad(kind, name, lambda t: [0, 1], TypeError, "a torch.Tensor", "list")
             yield Bad(kind, name, lambda t: ints(0, 1).long(), TypeError, "torch.int32", "torch.int64")
@@ -181,6 +198,10 @@ def cases():
         if paged:
             yield Bad(kind, "layout", lambda t: "nhd", ValueError, '"NHD" or "HND"', "'nhd'")
             yield Bad(kind, "layout", lambda t: None, ValueError, '"NHD" or "HND"', "None")
+    for given, error in ((0, ValueError), (WIDTH_V + 1, ValueError), (2.0, TypeError)):
+        yield Bad("latent", "head_dim_v", lambda t, given=given: given, error, f"an integer in 1…{WIDTH_V}", str(given))
+    yield Bad("latent", "page_table", lambda t: t[0], ValueError, "2 dimensions", "shape [3]")
+    yield Bad("latent", "page_table", lambda t: t.to("meta"), ValueError, "device cpu (that of cache)", "meta")
     table = "page_table"
     yield Bad("paged", table, lambda t: t.tolist(), TypeError, "a torch.Tensor", "list")
     yield Bad("paged", table, lambda t: t.long(), TypeError, "torch.int32", "torch.int64")
@@ -213,10 +234,83 @@ def test_arguments_that_a_view_does_not_have_are_refused(kind):
 @EVERY
 @pytest.mark.parametrize("name", ["layout", "rows"])
 def test_options_that_mean_nothing_to_a_view_are_refused(kind, name):
-    known = {"layout": ("paged", "csr"), "rows": ("paged", "contiguous")}[name]
+    known = {"layout": ("paged", "csr"), "rows": ("paged", "contiguous", "latent")}[name]
     value: object = "NHD" if name == "layout" else ints(0, 1)
     if kind in known:
         assert isinstance(getattr(MAKE[kind](**arguments(kind), **{name: value}), name), str | Tensor)
     else:
         with pytest.raises(TypeError, match=name):
             MAKE[kind](**arguments(kind), **{name: value})
+
+
+# Quantised caches.
+
+
+def quantised(kind, dtype):
+    return {
+        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in arguments(kind).items()
+    }
+
+
+def per_token(kind):
+    """The shape of a scale per token and head."""
+    given = arguments(kind)
+    return next(given[name] for name in ("k_cache", "k", "cache") if name in given).shape[:-1]
+
+
+def scale_names(kind):
+    return ("scale",) if kind == "latent" else ("k_scale", "v_scale")
+
+
+@EVERY
+def test_scales_are_held_as_given(kind):
+    shapes = [(), per_token(kind), *([(HEADS,)] if kind != "latent" else [])]
+    for scale in (0.5, 2, *(torch.ones(shape) for shape in shapes)):
+        kv = MAKE[kind](**quantised(kind, torch.int8), **dict.fromkeys(scale_names(kind), scale))
+        assert kv.k_scale is scale and kv.v_scale is scale and kv.quantized
+    kv = MAKE[kind](**quantised(kind, torch.float8_e5m2))
+    assert kv.k_scale is None and kv.v_scale is None and kv.dtype == torch.float8_e5m2
+
+
+def test_strides_of_scales():
+    given = quantised("paged", torch.int8)
+    given |= {name: given[name].transpose(1, 2).contiguous() for name in ("k_cache", "v_cache")}
+    heads = torch.ones(2 * HEADS)[::2]
+    own = torch.ones(PAGES, HEADS, SIZE + 1)[..., :SIZE]
+    kv = splitkv.PagedKV(**given, layout="HND", k_scale=heads, v_scale=own)
+    # Elements between pages, tokens and heads.
+    assert [scale.strides for scale in kv.scales] == [(0, 0, 2), (HEADS * (SIZE + 1), 1, SIZE + 1)]
+    assert [scale.per_token for scale in kv.scales] == [False, True]
+
+
+@EVERY
+def test_scales_that_will_not_do_are_refused(kind):
+    name = scale_names(kind)[-1]
+    good = dict.fromkeys(scale_names(kind), 1.0)
+    shape = per_token(kind)
+    for bad, error, text in (
+        (None, ValueError, "a scale, since the cache is of torch.int8, given none"),
+        (0.0, ValueError, r"finite and > 0 in float32, given 0\.0"),
+        (-1.0, ValueError, "given -1"),
+        (float("nan"), ValueError, "given nan"),
+        (float("inf"), ValueError, "given inf"),
+        (True, TypeError, "a real number, given True"),
+        ("1", TypeError, "a real number, given '1'"),
+        (torch.ones(shape).half(), TypeError, "torch.float32, given torch.float16"),
+        (torch.ones(shape, device="meta"), ValueError, "device cpu"),
+        (torch.ones(HEADS + 1), ValueError, r"shape \[\] or .*given \[4\]"),
+        (torch.ones(*shape, 1), ValueError, r"shape \[\] or"),
+        (torch.ones(*shape[:-1], shape[-1] + 1), ValueError, r"shape \[\] or"),
+    ):
+        with pytest.raises(error, match=f"^{name}: expected .*{text}"):
+            MAKE[kind](**quantised(kind, torch.int8), **good | {name: bad})
+
+
+@EVERY
+@pytest.mark.parametrize("scale", [1.0, torch.ones(())], ids=["number", "tensor"])
+def test_scales_of_a_16_bit_cache_are_refused(kind, scale):
+    """Case 27."""
+    for name in scale_names(kind):
+        with pytest.raises(ValueError, match=f"^{name}: expected none, .* not quantised .torch.float16., given one"):
+            MAKE[kind](**arguments(kind), **{name: scale})

@@ -243,7 +243,7 @@ def test_scaled_dot_product_attention_agrees(seed):
             continue
         mask = mask_of(q_len, starts[b], n, rules.get("causal", True), rules.get("window_left"))
         keys = mask.any(dim=0).nonzero()[:, 0]
-        k, v = (x.double().transpose(0, 1)[None] for x in reference.gather(kv, b, keys))
+        k, v = (x.transpose(0, 1)[None] for x in reference.gather(kv, b, keys, torch.float64))
         bias = torch.zeros(q.shape[-2], q_len, len(keys), dtype=DOUBLE).masked_fill(~mask[:, keys], -INF)
         if "alibi_slopes" in rules:
             position = torch.arange(n - q_len, n)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from splitkv.kernels.formats import PLAIN, decoded
 from splitkv.kernels.jit import unspecialized
 from splitkv.kernels.primitives import (
     BALANCED,
@@ -79,6 +80,21 @@ def row_pointers(base, row_offset, offs, VECTOR: tl.constexpr):
     return tl.multiple_of(pointers, [1, VECTOR * base.dtype.element_ty.primitive_bitwidth // 8])
 
 
+@triton.jit
+def finite_top(x):
+    """The largest finite magnitude in each row."""
+    size = tl.abs(x.to(tl.float32))
+    return tl.max(tl.where(size < float("inf"), size, 0.0), 1)
+
+
+@triton.jit
+def power_towards(top, EXPONENT: tl.constexpr):
+    """The power of two that brings numbers of this size to 2^EXPONENT … 2^(EXPONENT + 1), and its inverse."""
+    biased = (top.to(tl.int32, bitcast=True) >> 23) & 0xFF
+    power = tl.minimum(tl.maximum(254 + EXPONENT - biased, 1), 253)
+    return (power << 23).to(tl.float32, bitcast=True), ((254 - power) << 23).to(tl.float32, bitcast=True)
+
+
 @unspecialized
 def split_decode_kernel(
     q_ptr,
@@ -101,6 +117,8 @@ def split_decode_kernel(
     members_ptr,
     shard_lens_ptr,
     shard_starts_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     batch: tl.int32,
     q_len: tl.int32,
     total_q: tl.int32,
@@ -113,6 +131,7 @@ def split_decode_kernel(
     shard_step: tl.int32,
     sm_scale: tl.float32,
     softcap: tl.float32,
+    v_scale: tl.float32,
     stride_q_batch: tl.int64,
     stride_q_token: tl.int64,
     stride_q_head: tl.int64,
@@ -128,6 +147,12 @@ def split_decode_kernel(
     stride_v_page: tl.int32,
     stride_v_token: tl.int32,
     stride_v_head: tl.int32,
+    stride_k_scale_page: tl.int32,
+    stride_k_scale_token: tl.int32,
+    stride_k_scale_head: tl.int32,
+    stride_v_scale_page: tl.int32,
+    stride_v_scale_token: tl.int32,
+    stride_v_scale_head: tl.int32,
     stride_table_row: tl.int64,
     stride_tree_batch: tl.int64,
     stride_tree_row: tl.int64,
@@ -152,6 +177,9 @@ def split_decode_kernel(
     SAME_STRIDES: tl.constexpr,
     Q_VECTOR: tl.constexpr,
     KV_VECTOR: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+    K_SCALE_PER_TOKEN: tl.constexpr,
+    V_SCALE_PER_TOKEN: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -182,6 +210,11 @@ def split_decode_kernel(
     query tokens are gathered by their index in q (row 0), and each has its own position (row 1) and, with FIRST_KEYS,
     its own first visible key (row 2). With shard_lens_ptr the keys are a shard of longer sequences: key j stands at
     shard_first + j · shard_step (or shard_starts[b] + …), and the last query token of a sequence at its end.
+
+    Without v_ptr values are the first columns of the keys' block. A quantised cache (KV_FORMAT) is bytes; its numbers
+    are float16 exactly, so that is what 16-bit queries are computed in, those of bfloat16 brought into its range by a
+    power of two per row. Scales of K are in sm_scale and multiply scores, those of V (v_scale · *v_scale_ptr) multiply
+    the output, or the weights where every token has its own.
     """
     if DEPENDENT_LAUNCH:
         # This kernel may be started while the one before it ends, and lets the merge be started while it runs itself:
@@ -193,6 +226,17 @@ def split_decode_kernel(
     RIGHT_BOUND: tl.constexpr = CAUSAL and tree_ptr is None
     SHARDED: tl.constexpr = shard_lens_ptr is not None
     RANGE_KIND: tl.constexpr = KV_KIND if members_ptr is None else GROUPS
+    LATENT: tl.constexpr = v_ptr is None
+    QUANTIZED: tl.constexpr = KV_FORMAT != PLAIN
+    HAS_V_SCALE: tl.constexpr = k_scale_ptr is not None if LATENT else v_scale_ptr is not None
+    Q_TYPE: tl.constexpr = q_ptr.dtype.element_ty
+    # In which products are computed, but for WIDEN.
+    TYPE: tl.constexpr = tl.float16 if QUANTIZED and Q_TYPE != tl.float32 else Q_TYPE
+    FIT_Q: tl.constexpr = TYPE != Q_TYPE
+    WIDE_PRODUCTS: tl.constexpr = WIDEN and not QUANTIZED
+    # float16 weights are 2^WEIGHT_BITS times as large as they are, and so is their sum: those of far smaller ones that
+    # bfloat16 would keep would vanish.
+    WEIGHT_BITS: tl.constexpr = 14 if QUANTIZED and TYPE == tl.float16 else 0
     if list_ptr is not None:
         tiles_each = tl.cdiv(q_len * GROUP_SIZE, BLOCK_M)
         by_work, each, share, total = listed_shares(list_ptr, batch, tiles_each, shares)
@@ -307,17 +351,30 @@ def split_decode_kernel(
                 mask=row_live[:, None] & (offs_d_tail < HEAD_DIM)[None, :],
                 other=0.0,
             )
-            if WIDEN:
+            if WIDE_PRODUCTS:
                 q_tail = q_tail.to(tl.float32)
-        if WIDEN:
+        if WIDE_PRODUCTS:
             q = q.to(tl.float32)
+        if FIT_Q:
+            q_top = finite_top(q)
+            if BLOCK_D_TAIL:
+                q_top = tl.maximum(q_top, finite_top(q_tail))
+            q_power, q_inverse = power_towards(q_top, 14)
+            q = (q.to(tl.float32) * q_power[:, None]).to(TYPE)
+            if BLOCK_D_TAIL:
+                q_tail = (q_tail.to(tl.float32) * q_power[:, None]).to(TYPE)
         if alibi_ptr is not None:
             slope = tl.load(alibi_ptr + head, mask=row_live, other=0.0).to(tl.float32)
 
         # Keys and values: where the request's tokens lie.
         offs_dv = tl.arange(0, BLOCK_DV)
         k_base = k_ptr + wide_product(kv_head, stride_k_head) * KV_VECTOR
-        v_base = v_ptr + wide_product(kv_head, stride_v_head) * KV_VECTOR
+        if not LATENT:
+            v_base = v_ptr + wide_product(kv_head, stride_v_head) * KV_VECTOR
+        if k_scale_ptr is not None:
+            k_scales = k_scale_ptr + wide_product(kv_head, stride_k_scale_head)
+        if HAS_V_SCALE:
+            v_scales = k_scales if LATENT else v_scale_ptr + wide_product(kv_head, stride_v_scale_head)
         if KV_KIND == PAGED or KV_KIND == CONTIGUOUS:
             row = b
             if rows_ptr is not None:
@@ -325,6 +382,10 @@ def split_decode_kernel(
             if KV_KIND == CONTIGUOUS:
                 k_base += wide_product(row, stride_k_page) * KV_VECTOR
                 v_base += wide_product(row, stride_v_page) * KV_VECTOR
+                if K_SCALE_PER_TOKEN:
+                    k_scales += wide_product(row, stride_k_scale_page)
+                if V_SCALE_PER_TOKEN:
+                    v_scales += wide_product(row, stride_v_scale_page)
             else:
                 page_ids = table_ptr + row.to(tl.int64) * stride_table_row
         elif KV_KIND == CSR:
@@ -334,6 +395,10 @@ def split_decode_kernel(
         else:
             k_base += wide_product(pool_first, stride_k_token) * KV_VECTOR
             v_base += wide_product(pool_first, stride_v_token) * KV_VECTOR
+            if K_SCALE_PER_TOKEN:
+                k_scales += wide_product(pool_first, stride_k_scale_token)
+            if V_SCALE_PER_TOKEN:
+                v_scales += wide_product(pool_first, stride_v_scale_token)
         BY_PAGE: tl.constexpr = KV_KIND == PAGED or KV_KIND == CSR
 
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -355,6 +420,14 @@ def split_decode_kernel(
             first_key = keys_before(position - window_left, key_first, shard_step, SHARDED)
         inverse_cap = 1.0 / softcap
         score_scale = sm_scale if HAS_SOFTCAP or alibi_ptr is not None else sm_scale * LOG2E
+        if k_scale_ptr is not None and not K_SCALE_PER_TOKEN:
+            score_scale *= tl.load(k_scales)
+        if FIT_Q:
+            score_scale = (score_scale * q_inverse)[:, None]
+        if V_SCALE_PER_TOKEN:
+            # The largest scale of a value so far, as a power of two: weights are times a scale over it, and acc too, so
+            # that whatever the scales, weights keep to the range of float16.
+            v_top = 2.0**-100
         if BY_PAGE:
             # Page ids travel one block ahead through the loop: loaded in the block that uses them, they would keep the
             # software pipeline from buffering more than one block of keys and values.
@@ -365,6 +438,14 @@ def split_decode_kernel(
             if BY_PAGE:
                 in_page = (key.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
                 k_offset = wide_product(page, stride_k_page) + wide_product(in_page, stride_k_token)
+                if K_SCALE_PER_TOKEN:
+                    k_scale_offset = wide_product(page, stride_k_scale_page) + wide_product(
+                        in_page, stride_k_scale_token
+                    )
+                if V_SCALE_PER_TOKEN and not LATENT:
+                    v_scale_offset = wide_product(page, stride_v_scale_page) + wide_product(
+                        in_page, stride_v_scale_token
+                    )
                 if SAME_STRIDES:
                     v_offset = k_offset
                 else:
@@ -373,6 +454,10 @@ def split_decode_kernel(
             else:
                 k_offset = wide_product(key, stride_k_token)
                 v_offset = wide_product(key, stride_v_token)
+                if K_SCALE_PER_TOKEN:
+                    k_scale_offset = wide_product(key, stride_k_scale_token)
+                if V_SCALE_PER_TOKEN:
+                    v_scale_offset = wide_product(key, stride_v_scale_token)
             k_offset *= KV_VECTOR
             v_offset *= KV_VECTOR
 
@@ -381,7 +466,8 @@ def split_decode_kernel(
                 mask=in_part[:, None] & (offs_d < HEAD_DIM)[None, :],
                 other=0.0,
             )
-            if WIDEN:
+            k = decoded(k, KV_FORMAT, TYPE)
+            if WIDE_PRODUCTS:
                 k = k.to(tl.float32)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if BLOCK_D_TAIL:
@@ -390,15 +476,19 @@ def split_decode_kernel(
                     mask=in_part[:, None] & (offs_d_tail < HEAD_DIM)[None, :],
                     other=0.0,
                 )
-                if WIDEN:
+                k_tail = decoded(k_tail, KV_FORMAT, TYPE)
+                if WIDE_PRODUCTS:
                     k_tail = k_tail.to(tl.float32)
-                if k_ptr.dtype.element_ty == tl.float32:
+                if TYPE == tl.float32:
                     # A sum of its own: ordinary instructions add one product after another, and over all of a wide key
                     # that rounds more than the error budget allows.
                     scores += tl.dot(q_tail, tl.trans(k_tail), input_precision="ieee")
                 else:
                     scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
             scores *= score_scale
+            if K_SCALE_PER_TOKEN:
+                k_scale = tl.load(k_scales + k_scale_offset, mask=in_part, other=0.0)
+                scores *= k_scale[None, :]
             if HAS_SOFTCAP:
                 scores = softcap * tanh(scores * inverse_cap)
             if alibi_ptr is not None:
@@ -434,21 +524,38 @@ def split_decode_kernel(
             new_max = tl.maximum(row_max, tl.max(scores, 1))
             shift = finite_or_zero(new_max) if ROW_MASK else new_max
             decay = tl.exp2(row_max - shift)
+            if WEIGHT_BITS:
+                shift -= WEIGHT_BITS
             probs = tl.exp2(scores - shift[:, None])
             column_sums = column_sums * decay[:, None] + probs
             row_max = new_max
-            v = tl.load(
-                row_pointers(v_base, v_offset, offs_dv, KV_VECTOR),
-                mask=in_part[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
-                other=0.0,
-            )
+            if LATENT:
+                v = k
+            else:
+                v = tl.load(
+                    row_pointers(v_base, v_offset, offs_dv, KV_VECTOR),
+                    mask=in_part[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
+                    other=0.0,
+                )
+                v = decoded(v, KV_FORMAT, TYPE)
             if tree_ptr is not None:
                 # A draft token that no row of the tile sees may hold anything, and 0 · NaN is NaN. Zeroed here and not
                 # in the load's mask, so that the load need not wait for the tree's words.
                 wanted = tl.max(seen.to(tl.int32), 0) > 0
                 v = tl.where(wanted[:, None], v, 0.0)
-            weights = round_to(probs, v.dtype, WIDEN)
-            if WIDEN:
+            if V_SCALE_PER_TOKEN:
+                if LATENT:
+                    scale = k_scale
+                else:
+                    scale = tl.load(v_scales + v_scale_offset, mask=in_part, other=0.0)
+                if tree_ptr is not None:
+                    scale = tl.where(wanted, scale, 0.0)
+                top_inverse, new_top = power_towards(tl.maximum(v_top, tl.max(tl.abs(scale), 0)), 0)
+                probs *= (scale * top_inverse)[None, :]
+                decay *= v_top * top_inverse
+                v_top = new_top
+            weights = round_to(probs, TYPE, WIDE_PRODUCTS)
+            if WIDE_PRODUCTS:
                 weights = weights.to(tl.float32)
                 v = v.to(tl.float32)
             acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
@@ -458,22 +565,32 @@ def split_decode_kernel(
                     mask=in_part[:, None] & (offs_dv_tail < HEAD_DIM_V)[None, :],
                     other=0.0,
                 )
+                v_tail = decoded(v_tail, KV_FORMAT, TYPE)
                 if tree_ptr is not None:
                     v_tail = tl.where(wanted[:, None], v_tail, 0.0)
-                if WIDEN:
+                if WIDE_PRODUCTS:
                     v_tail = v_tail.to(tl.float32)
                 acc_tail = tl.dot(weights, v_tail, acc_tail * decay[:, None], input_precision="ieee")
 
         # Leave the result, or a partial for the merge.
         row_sum = tl.sum(column_sums, 1)
         has_keys = row_sum != 0  # not > 0: a NaN among the scores is a NaN in the result, not a row without keys
+        if WEIGHT_BITS:
+            row_max -= WEIGHT_BITS
         lse = tl.where(has_keys, row_max * LN2 + tl.log(tl.where(has_keys, row_sum, 1.0)), float("-inf"))
+        value_scale = 1.0
+        if QUANTIZED:
+            value_scale = v_scale
+            if V_SCALE_PER_TOKEN:
+                value_scale *= v_top
+            elif HAS_V_SCALE:
+                value_scale *= tl.load(v_scales)
         if (parts == 1) & (offset == 0):
             denominator = row_sum
             if sinks_ptr is not None:
                 sink = tl.load(sinks_ptr + head, mask=row_live, other=float("-inf")).to(tl.float32) * LOG2E
                 denominator += tl.where(has_keys, tl.exp2(sink - finite_or_zero(row_max)), 0.0)
-            inverse = 1.0 / tl.where(has_keys, denominator, 1.0)
+            inverse = value_scale / tl.where(has_keys, denominator, 1.0)
             out_offset = (
                 q_batch.to(tl.int64) * stride_out_batch
                 + q_token.to(tl.int64) * stride_out_token
@@ -499,7 +616,7 @@ def split_decode_kernel(
                 )
                 tl.store(lse_ptr + lse_offset, lse, mask=row_live)
         elif parts > 1:
-            inverse = 1.0 / tl.where(has_keys, row_sum, 1.0)
+            inverse = value_scale / tl.where(has_keys, row_sum, 1.0)
             if SCHEDULE == BALANCED:
                 slot = tl.where(offset == 0, shares + share_id, share_id)
             else:

@@ -1,0 +1,94 @@
+"""Numbers of one byte: what the bytes of a quantised cache mean, and how numbers become such bytes.
+
+A cache of them comes to the kernels as bytes, with its format as a constant: every format can then be read on every
+GPU, and in Triton's interpreter. Each of their numbers is a float16 too.
+"""
+
+import triton
+import triton.language as tl
+
+PLAIN: tl.constexpr = tl.constexpr(0)  # not quantised: the elements are what they are
+E4M3: tl.constexpr = tl.constexpr(1)  # float8_e4m3fn: no infinities, NaN is 0x7f and 0xff
+E5M2: tl.constexpr = tl.constexpr(2)  # float8_e5m2: the upper half of a float16
+INT8: tl.constexpr = tl.constexpr(3)
+E4M3_FNUZ: tl.constexpr = tl.constexpr(4)  # no infinities, no negative zero: 0x80 is NaN
+E5M2_FNUZ: tl.constexpr = tl.constexpr(5)
+
+
+@triton.jit
+def decode_bytes(code, FORMAT: tl.constexpr):
+    """The float16 that each byte stands for, by integer operations that every target has."""
+    if FORMAT == INT8:
+        return code.to(tl.int8, bitcast=True).to(tl.float16)
+    else:
+        word = code.to(tl.int16)
+        if FORMAT == E5M2:
+            return (word << 8).to(tl.float16, bitcast=True)
+        elif FORMAT == E5M2_FNUZ:
+            # Half of what a float16 with these upper bits is; where that is infinite or none, an exponent less.
+            upper = (word & 0x7F) << 8
+            half = upper.to(tl.float16, bitcast=True) * 0.5
+            size = tl.where(upper >= 0x7C00, (upper - 0x0400).to(tl.float16, bitcast=True), half)
+            number = tl.where(word >= 0x80, -size, size)
+            return tl.where(word == 0x80, float("nan"), number).to(tl.float16)
+        else:
+            # A float16 with the same mantissa and exponent field is smaller by the difference of their biases.
+            bits = ((word & 0x80) << 8) | ((word & 0x7F) << 7)
+            if FORMAT == E4M3:
+                number = bits.to(tl.float16, bitcast=True) * 256.0
+                return tl.where((word & 0x7F) == 0x7F, float("nan"), number).to(tl.float16)
+            else:
+                number = bits.to(tl.float16, bitcast=True) * 128.0
+                return tl.where(word == 0x80, float("nan"), number).to(tl.float16)
+
+
+@triton.jit
+def decoded(raw, FORMAT: tl.constexpr, dtype: tl.constexpr):
+    """Elements of a cache as numbers to compute with; those of a plain cache as they are."""
+    if FORMAT == PLAIN:
+        return raw
+    else:
+        return decode_bytes(raw, FORMAT).to(dtype)
+
+
+@triton.jit
+def largest(FORMAT: tl.constexpr):
+    """The largest finite number of a format."""
+    if FORMAT == E4M3:
+        return 448.0
+    elif FORMAT == E4M3_FNUZ:
+        return 240.0
+    elif FORMAT == INT8:
+        return 127.0
+    else:
+        return 57344.0
+
+
+@triton.jit
+def encode_bytes(x, FORMAT: tl.constexpr):
+    """float32 numbers as bytes of a format: to nearest, ties to even; beyond the largest finite number (infinities too)
+    that number; NaN as NaN, or 0 where the format has none (INT8)."""
+    if FORMAT == INT8:
+        # Adding and taking away 1.5 · 2^23 rounds to an integer. -128 is a number too.
+        bounded = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -128.0), 127.0)
+        return ((bounded + 12582912.0) - 12582912.0).to(tl.int32).to(tl.int8).to(tl.uint8, bitcast=True)
+    else:
+        MANTISSA: tl.constexpr = 3 if FORMAT == E4M3 or FORMAT == E4M3_FNUZ else 2
+        IEEE_BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
+        BIAS: tl.constexpr = IEEE_BIAS + 1 if FORMAT == E4M3_FNUZ or FORMAT == E5M2_FNUZ else IEEE_BIAS
+        SHIFT: tl.constexpr = 23 - MANTISSA
+        sign = (x.to(tl.uint32, bitcast=True) >> 31) << 7
+        size = tl.minimum(tl.abs(x), largest(FORMAT))
+        bits = size.to(tl.uint32, bitcast=True)
+        normal = ((bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
+        # Below the least normal number all are equally far apart; added to 2^23 times that distance, a float32 is
+        # rounded to it, and the last bits count the distances. The first normal number comes out right too.
+        MAGIC: tl.constexpr = (127 + 23 + 1 - BIAS - MANTISSA) << 23
+        magic = (tl.zeros_like(bits) + MAGIC).to(tl.float32, bitcast=True)
+        subnormal = (size + magic).to(tl.uint32, bitcast=True) - MAGIC
+        code = tl.where(bits < ((128 - BIAS) << 23), subnormal, normal)
+        if BIAS == IEEE_BIAS:
+            code = tl.where(x == x, code, 0x7F) | sign
+        else:
+            code = tl.where(x == x, tl.where(code == 0, 0, code | sign), 0x80)
+        return code.to(tl.uint8)
