@@ -321,6 +321,30 @@ def move_kv(kv: Any, src_slots: Tensor, dst_slots: Tensor) -> None:
                 to_token.copy_(from_token)
 
 
+def pack_tree_mask(mask: Tensor) -> Tensor:
+    """`splitkv.masks.pack_tree_mask` in plain PyTorch: [batch, q, q] bool to [batch, q, ceil(q / 32)] int32."""
+    batch, q_len, _ = mask.shape
+    words = -(-q_len // 32)
+    cells = torch.zeros(batch, q_len, words * 32, dtype=torch.int64, device=mask.device)
+    cells[:, :, :q_len] = mask
+    weights = 2 ** torch.arange(32, device=mask.device)
+    packed = (rearrange(cells, "b q (w n) -> b q w n", n=32) * weights).sum(dim=-1)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).int()
+
+
+def tree_mask_from_parents(parents: Tensor) -> Tensor:
+    """`splitkv.masks.tree_mask_from_parents` in plain PyTorch: [batch, q] to [batch, q, ceil(q / 32)] int32."""
+    batch, q_len = parents.shape
+    sees = torch.zeros(batch, q_len, q_len, dtype=torch.bool, device=parents.device)
+    for b, row in enumerate(parents.tolist()):
+        for node, parent in enumerate(row):
+            # A parent that does not lie before its child is none.
+            if 0 <= parent < node:
+                sees[b, node] = sees[b, parent]
+            sees[b, node, node] = True
+    return pack_tree_mask(sees)
+
+
 def _token_at(cache: Tensor, kv: Any, slot: int) -> Tensor | None:
     """The [num_kv_heads, width] view of a slot's token, or None where the cache has no such slot."""
     if hasattr(kv, "kv_indptr"):

@@ -189,6 +189,25 @@ def test_tree_mask(device, cut, layout):
     assert_rows(result, [[mean] for mean in [*TREE_MEANS, 1.5, 2.0]], [*logs, [math.log(4)], [math.log(5)]])
 
 
+@pytest.mark.parametrize("writer", ["parents", "mask"])
+@pytest.mark.parametrize("cut", [WHOLE, Cut(num_splits=3)], ids=str)
+def test_tree_mask_that_was_written(device, cut, writer):
+    """Cases 25 and 26: the words of both writers give decode the tree, also of a padded request with fewer nodes."""
+    batch, q_len = 2, 4
+    mask = torch.full(splitkv.masks.tree_mask_shape(batch, q_len), -1, dtype=torch.int32, device=device)
+    if writer == "parents":
+        splitkv.masks.tree_mask_from_parents(ints([[-1, 0, 0, 2], [-1, 0, -1, -1]], device), mask)
+    else:
+        sees = torch.tensor([[(word >> j) & 1 for j in range(q_len)] for word in TREE], device=device).bool()
+        chain = torch.ones(q_len, q_len, dtype=torch.bool, device=device).tril()
+        splitkv.masks.pack_tree_mask(torch.stack([sees, chain]), mask)
+    kv = view_of("paged", *index_probe(device, batch, 7), [7, 5])
+    q = torch.randn(6, 2, 16, device=device)
+    result = attend(q, kv, cut, tree_mask=mask, qo_indptr=ints([0, 4, 6], device))
+    logs = [[math.log(n)] for n in (*TREE_COUNTS, 4, 5)]
+    assert_rows(result, [[mean] for mean in [*TREE_MEANS, 1.5, 2.0]], logs)
+
+
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
 @pytest.mark.parametrize("cut", [WHOLE, Cut(num_splits=3), Cut(split_tokens=5)], ids=str)
 @pytest.mark.parametrize("poison", [math.nan, INF], ids=["nan", "inf"])
