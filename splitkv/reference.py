@@ -78,16 +78,19 @@ def visible(
         q_len, seq_len: Query tokens and keys; query token i stands at position seq_len - q_len + i.
         start: Keys before it are invisible.
         causal, window_left: As for `splitkv.decode`.
-        tree_mask: [≥ q_len, words] int32 of this request, as for `splitkv.decode`.
+        tree_mask: [max_q_len, words] int32 of this request, as for `splitkv.decode`; bits that it lacks are 0.
         device: Of the result.
     """
     position = (seq_len - q_len + torch.arange(q_len, device=device))[:, None]
     key = torch.arange(seq_len, device=device)[None, :]
     sees = (key >= start).expand(q_len, seq_len).clone()
     if tree_mask is not None:
-        draft = (key - (seq_len - q_len)).clamp(min=0)
-        words = tree_mask[:q_len].long()[:, (draft // 32)[0]]
-        sees &= (key < seq_len - q_len) | ((words >> (draft % 32)) & 1).bool()
+        known = min(q_len, tree_mask.shape[0])
+        column = torch.arange(known, device=device)
+        drafts = torch.zeros(q_len, q_len, dtype=torch.bool, device=device)
+        drafts[:known, :known] = (tree_mask[:known].long()[:, column // 32] >> (column % 32)) & 1
+        before = max(seq_len - q_len, 0)
+        sees[:, before:] &= drafts[:, q_len - (seq_len - before) :]
     elif causal:
         sees &= key <= position
     if window_left is not None:

@@ -189,6 +189,27 @@ def test_tree_mask(device, cut, layout):
     assert_rows(result, [[mean] for mean in [*TREE_MEANS, 1.5, 2.0]], [*logs, [math.log(4)], [math.log(5)]])
 
 
+@pytest.mark.parametrize("cut", [WHOLE, Cut(num_splits=3)], ids=str)
+def test_query_tokens_past_the_tree_mask(device, cut, monkeypatch):
+    """Bits that a mask lacks, because lengths on the device exceed it, are 0, whatever lies behind it in memory."""
+    kv = view_of("paged", *index_probe(device, 2, 7), [7, 7])
+    q = torch.randn(8, 9, 16, device=device)
+    rules = dict(qo_indptr=ints([0, 4, 8], device))
+    everything = torch.full((64,), -1, dtype=torch.int32, device=device)
+    # Tokens 2 and 3 have no row: they see the three keys before the tree, and 0 and 1 do not see them.
+    mask = everything[8:12].view(2, 2, 1)
+    means, counts = [2.0, 2.0, 1.0, 1.0], [5, 5, 3, 3]
+    result = attend(q, kv, cut, tree_mask=mask, **rules)
+    want = torch.tensor(means * 2, dtype=torch.float64)[:, None].expand(8, 9)
+    assert_rows(result, want, torch.tensor(counts * 2).double().log()[:, None].expand(8, 9))
+    # None at all has a row.
+    result = attend(q, kv, cut, tree_mask=everything[:0].view(2, 0, 0), **rules)
+    assert_rows(result, 1.0, math.log(3))
+    monkeypatch.setenv("SPLITKV_DEBUG", "1")
+    with pytest.raises(ValueError, match=r"tree_mask: expected max_q_len ≥ 4 \(query tokens of row 0\), given 2"):
+        attend(q, kv, cut, tree_mask=mask, **rules)
+
+
 @pytest.mark.parametrize("writer", ["parents", "mask"])
 @pytest.mark.parametrize("cut", [WHOLE, Cut(num_splits=3)], ids=str)
 def test_tree_mask_that_was_written(device, cut, writer):
