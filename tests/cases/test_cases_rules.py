@@ -7,6 +7,8 @@ import torch
 from support import WHOLE, Cut, assert_cut, assert_rows, attend, each_way, index_probe, ints, view_of
 
 import splitkv
+from splitkv.api import plan_decode
+from splitkv.schedule import Partition, Request
 
 INF = math.inf
 
@@ -55,6 +57,50 @@ def test_window_of_each_draft_row(device, cut, layout):
     result = attend(q, kv, cut, window_left=2, qo_indptr=ints([0, 3, 4, 4], device), given=True)
     ln3 = math.log(3)
     assert_rows(result, [[6.0], [7.0], [8.0], [8.0], [0.0]], [[ln3], [ln3], [ln3], [ln3], [-INF]])
+
+
+@pytest.mark.parametrize("cut", [Cut(num_splits=1), Cut(num_splits=3), Cut(split_tokens=64), Cut()], ids=str)
+@pytest.mark.parametrize("q_len", [1, 3, 40])
+def test_window_costs_what_its_keys_cost(device, cut, q_len):
+    """A window of 128 at 128k tokens: all other pages are evicted, and no more keys are attended than at 128 tokens."""
+    length, page_size, window_left, group = 2**17, 16, 127, 2
+    live = math.ceil((window_left + q_len) / page_size) + 1
+    first = length // page_size - live
+    k = torch.zeros(live, page_size, 1, 16, device=device)
+    v = torch.arange(first * page_size, length, device=device, dtype=torch.float32)
+    v = v.view(live, page_size, 1, 1).repeat(1, 1, 1, 16)
+    left_of_the_window = first * page_size + torch.arange(live * page_size) < length - q_len - window_left
+    for cache, poison in ((k, math.nan), (v, INF)):
+        cache.view(-1, 16)[left_of_the_window.to(device)] = poison
+    table = torch.full((1, length // page_size), -1, dtype=torch.int32, device=device)
+    table[0, first:] = torch.arange(live, device=device)
+    kv = splitkv.PagedKV(k, v, table, ints([length], device))
+    q = torch.randn(1, q_len, group, 16, device=device)
+    result = attend(q, kv, cut, window_left=window_left)
+    position = length - q_len + torch.arange(q_len, dtype=torch.float64)
+    means = (position - window_left / 2)[:, None].expand(q_len, group)
+    assert_rows(result, means, math.log(window_left + 1))
+
+    def partition(seq_len, q_len):
+        kv = splitkv.ContiguousKV(k[:1], v[:1], ints([seq_len], device))  # lengths count, and no key is read
+        q = torch.zeros(1, q_len, group, 16, device=device)
+        rules = dict(window_left=window_left, num_splits=cut.num_splits)
+        launch = plan_decode(q, kv, result.scratch.workspace, **rules).launches[0]
+        found = Partition.of_launch(launch.operands, launch.constants)
+        return found, list(found.stretches([Request(seq_len, q_len)]))
+
+    schedule, stretches = partition(length, q_len)
+    tiles = schedule.request_work(Request(length, q_len))[0]
+    # Each tile has its rows' windows, which lie a token apart, and nothing more.
+    tokens_of_tile = min(q_len, (schedule.block_m - 1) // group + 1)
+    attended = sum(stretch.tokens for stretch in stretches)
+    assert window_left + q_len <= attended <= tiles * (window_left + tokens_of_tile)
+    assert min(stretch.low for stretch in stretches if stretch.tokens) >= length - q_len - window_left
+    # As many as where the cache holds no more than the window and the query tokens.
+    _, short = partition(window_left + q_len, q_len)
+    assert sum(stretch.tokens for stretch in short) == attended
+    if cut.num_splits is None and cut.split_tokens is None:
+        assert max(stretch.share for stretch in stretches) == max(stretch.share for stretch in short)
 
 
 @each_way(tokens=1, splits=2)
