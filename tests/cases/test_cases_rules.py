@@ -59,6 +59,47 @@ def test_window_of_each_draft_row(device, cut, layout):
     assert_rows(result, [[6.0], [7.0], [8.0], [8.0], [0.0]], [[ln3], [ln3], [ln3], [ln3], [-INF]])
 
 
+@each_way(tokens=3)
+def test_window_without_a_right_bound(device, cut, layout):
+    """Case 20 without causality: each query token sees its window and all that follows."""
+    kv = view_of(layout, *index_probe(device, 1, 10), [10])
+    q = torch.randn(1, 3, 1, 16, device=device)
+    result = attend(q, kv, cut, window_left=2, causal=False)
+    assert_cut(result, cut, 10, all_seen=False)
+    assert_rows(result, [[[7.0], [7.5], [8.0]]], [[[math.log(5)], [math.log(4)], [math.log(3)]]])
+
+
+@pytest.mark.parametrize("cut", [WHOLE, Cut(num_splits=2), Cut(split_tokens=2)], ids=str)
+def test_window_of_a_tree(device, cut):
+    """Cases 20 and 25: a window goes by positions, also where a tree says who sees whom."""
+    kv = view_of("paged", *index_probe(device, 1, 7), [7])
+    mask = ints([[[word] for word in TREE]], device)
+    result = attend(torch.randn(1, 4, 1, 16, device=device), kv, cut, tree_mask=mask, window_left=2)
+    # Node i stands at 3 + i and sees from 1 + i on: 1 2 3; 2 3 4; 3 5; 4, which is no ancestor of node 3, 5 6.
+    assert_rows(result, [[[2.0], [3.0], [4.0], [5.5]]], [[[math.log(n)] for n in (3, 3, 2, 2)]])
+
+
+@each_way(tokens=2)
+def test_alibi(device, cut, layout):
+    """Each head's slope times the distance of the positions, to both sides, is taken from the scaled scores."""
+    k, v = index_probe(device, 1, 5)
+    kv = view_of(layout, k, v, [5])
+    slopes = torch.tensor([0.5, 0.0, 2.0], device=device)
+    q = torch.randn(1, 2, 3, 16, device=device)
+    key = torch.arange(5, dtype=torch.float64)
+    for causal in (True, False):
+        result = attend(q, kv, cut, alibi_slopes=slopes, causal=causal)
+        assert_cut(result, cut, 5)
+        outs, lses = torch.empty(1, 2, 3, dtype=torch.float64), torch.empty(1, 2, 3, dtype=torch.float64)
+        for row, position in enumerate((3, 4)):
+            for head, slope in enumerate(slopes.tolist()):
+                scores = -slope * (key - position).abs()
+                seen = scores[: position + 1] if causal else scores
+                lses[0, row, head] = torch.logsumexp(seen, dim=0)
+                outs[0, row, head] = torch.softmax(seen, dim=0) @ key[: len(seen)]
+        assert_rows(result, outs, lses)
+
+
 @pytest.mark.parametrize("cut", [Cut(num_splits=1), Cut(num_splits=3), Cut(split_tokens=64), Cut()], ids=str)
 @pytest.mark.parametrize("q_len", [1, 3, 40])
 def test_window_costs_what_its_keys_cost(device, cut, q_len):
