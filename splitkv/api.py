@@ -151,7 +151,8 @@ def decode(
         alibi_slopes: [num_q_heads] float32: slope · |position - key| is subtracted from the scaled scores.
         tree_mask: [batch, max_q_len, ceil(max_q_len / 32)] int32: bit j % 32 of word j // 32 of row i says whether
             draft token i sees draft token j. Replaces the causal rule among query tokens; all keys before them stay
-            visible.
+            visible. Where a request on the device has more than max_q_len query tokens, bits that the mask lacks count
+            as 0: those tokens see the keys before the query tokens alone, and no token sees them.
         num_splits: Force every tile into that many parts, part p of n being tokens p · len // n … (p + 1) · len // n.
             None: as the workspace's split_tokens says, or balanced over the GPU.
         out: [*q.shape[:-1], head_dim_v] of the workspace's dtype, any strides with the last 1. None: a view of
@@ -534,6 +535,13 @@ def plan_decode(
             bounds = qo_indptr.tolist()
             checks.check_prefix_sums("qo_indptr", bounds, total_q)
             q_lens = [last - first for first, last in pairwise(bounds)]
+        if tree_mask is not None:
+            for row, tokens in enumerate(q_lens):
+                if tokens > tree_mask.shape[1]:
+                    raise ValueError(
+                        f"tree_mask: expected max_q_len ≥ {tokens} (query tokens of row {row}), given "
+                        f"{tree_mask.shape[1]}"
+                    )
         kv.check_values(q_lens, window_left)
         if group_ids is not None and prefix_lens is not None:
             kv.check_shared(group_ids[:batch].tolist(), prefix_lens[:batch].tolist(), q_lens, window_left)
@@ -645,6 +653,7 @@ def plan_decode(
         shares=variant.units,
         heaviest=max(1, MAX_SPAN // max(q_tiles, 1)),
         has_lse=int(lse is not None),
+        tree_len=0 if tree_mask is None else tree_mask.shape[1],
         shard_first=0,
         shard_step=1,
         shared_shares=0,

@@ -1,10 +1,13 @@
-"""Boolean masks, written by kernels into tensors that the caller supplies.
+"""Masks, written by kernels into tensors that the caller supplies.
 
-decode needs none of these: it knows lengths, causality, windows and left padding by itself. They are for attention that
-does take a mask. Each writer has a function `…_shape` that says, in plain integers, what shape its `out` has; another
-shape raises before anything is launched. A writer is one launch on the current stream, reads no device value on the
-host and allocates nothing. Lengths on the device that are longer than the mask are cut off by its width; with
-`SPLITKV_DEBUG=1` they raise.
+`pack_tree_mask` and `tree_mask_from_parents` write what decode takes as `tree_mask`: which draft tokens see which, in
+words of 32 bits. The others write boolean masks. decode needs none of those: it knows lengths, causality, windows and
+left padding by itself. They are for attention that does take a mask.
+
+Each writer has a function `…_shape` that says, in plain integers, what shape its `out` has; another shape raises before
+anything is launched. A writer is one launch on the current stream, reads no device value on the host and allocates
+nothing. Lengths on the device that are longer than the mask are cut off by its width; with `SPLITKV_DEBUG=1` they
+raise.
 """
 
 from __future__ import annotations
@@ -15,20 +18,29 @@ from torch import Tensor
 from splitkv import _interpreter, checks
 from splitkv.config import cdiv, require_int
 from splitkv.kernels.launch import launch
-from splitkv.kernels.masks import attention_mask_kernel, position_mask_kernel
+from splitkv.kernels.masks import (
+    attention_mask_kernel,
+    pack_tree_mask_kernel,
+    position_mask_kernel,
+    tree_mask_from_parents_kernel,
+)
 
 __all__ = [
     "attention_mask",
     "attention_mask_shape",
+    "pack_tree_mask",
     "position_mask",
     "position_mask_shape",
     "ragged_mask",
     "ragged_mask_shape",
+    "tree_mask_from_parents",
+    "tree_mask_shape",
     "validity_mask",
     "validity_mask_shape",
 ]
 
 BLOCK_R, BLOCK_N = 16, 128
+BLOCK_W = 8  # words of a tree mask at a time: those of 256 nodes
 MAX_SPAN = 2**31 - 1  # a window this wide is none: lengths are 32-bit
 
 
@@ -38,9 +50,9 @@ def _check_sizes(**sizes: int) -> tuple[int, ...]:
     return tuple(sizes.values())
 
 
-def _check_out(out: object, shape: tuple[int | str, ...]) -> Tensor:
+def _check_out(out: object, shape: tuple[int | str, ...], dtype: torch.dtype = torch.bool) -> Tensor:
     out = checks.check_tensor("out", out)
-    checks.check_dtype("out", out, torch.bool)
+    checks.check_dtype("out", out, dtype)
     checks.check_shape("out", out, shape)
     checks.check_last_stride("out", out)
     checks.check_no_overlap("out", out)
@@ -276,6 +288,120 @@ def position_mask(out: Tensor, position_ids: Tensor) -> Tensor:
             stride_out_batch=out.stride(0),
         ),
         constants=dict(BLOCK_R=BLOCK_R, BLOCK_N=BLOCK_N),
+        num_warps=4,
+    )
+    return out
+
+
+def tree_mask_shape(batch: int, max_q_len: int) -> tuple[int, int, int]:
+    """Shape of a tree mask: [batch, max_q_len, ceil(max_q_len / 32)] words of 32 bits.
+
+    >>> tree_mask_shape(2, 4), tree_mask_shape(2, 33)
+    ((2, 4, 1), (2, 33, 2))
+    """
+    _check_sizes(batch=batch, max_q_len=max_q_len)
+    return batch, max_q_len, cdiv(max_q_len, 32)
+
+
+def pack_tree_mask(mask: Tensor, out: Tensor) -> Tensor:
+    """Write a boolean mask among draft tokens as the tree mask that `splitkv.decode` takes.
+
+    >>> mask = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]).bool()  # 1 and 2 are children of 0
+    >>> pack_tree_mask(mask, torch.empty(tree_mask_shape(1, 3), dtype=torch.int32))[0, :, 0]
+    tensor([1, 3, 5], dtype=torch.int32)
+
+    Args:
+        mask: [batch, max_q_len, max_q_len] bool, any strides: whether draft token i sees draft token j. A request with
+            fewer draft tokens uses the first rows and columns; what others hold means nothing to decode.
+        out: [batch, max_q_len, ceil(max_q_len / 32)] int32, any strides with the last 1. Written in full; bits past
+            max_q_len are 0.
+
+    Returns:
+        out.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
+    """
+    mask = checks.check_tensor("mask", mask)
+    checks.check_dtype("mask", mask, torch.bool)
+    checks.check_rank("mask", mask, 3)
+    batch, q_len, _ = mask.shape
+    checks.check_shape("mask", mask, ["batch", q_len, q_len])
+    out = _check_out(out, tree_mask_shape(batch, q_len), torch.int32)
+    checks.check_device("mask", mask, out.device, "out")
+    launch(
+        pack_tree_mask_kernel,
+        (cdiv(batch * q_len, BLOCK_R), out.shape[2]),
+        out.device,
+        operands=dict(
+            out_ptr=out,
+            mask_ptr=mask.view(torch.uint8),
+            rows=batch * q_len,
+            q_len=q_len,
+            stride_mask_batch=mask.stride(0),
+            stride_mask_row=mask.stride(1),
+            stride_mask_column=mask.stride(2),
+            stride_out_batch=out.stride(0),
+            stride_out_row=out.stride(1),
+        ),
+        constants=dict(BLOCK_R=BLOCK_R),
+        num_warps=4,
+    )
+    return out
+
+
+def tree_mask_from_parents(parents: Tensor, out: Tensor) -> Tensor:
+    """Write the tree mask in which every draft token sees itself and its ancestors.
+
+    >>> parents = torch.tensor([[-1, 0, 0, 2]], dtype=torch.int32)  # 1 and 2 are children of 0, 3 of 2
+    >>> tree_mask_from_parents(parents, torch.empty(tree_mask_shape(1, 4), dtype=torch.int32))[0, :, 0]
+    tensor([ 1,  3,  5, 13], dtype=torch.int32)
+
+    Args:
+        parents: [batch, max_q_len] int32 or int64, any strides: the index of each node's parent, which lies before it,
+            or -1 for a root. Any other value counts as -1; with SPLITKV_DEBUG=1 it raises. Rows of requests with fewer
+            draft tokens are padded with -1: those nodes see themselves, and no other sees them.
+        out: [batch, max_q_len, ceil(max_q_len / 32)] int32, any strides with the last 1. Written in full; bits past
+            max_q_len are 0.
+
+    Returns:
+        out.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
+    """
+    parents = checks.check_tensor("parents", parents)
+    checks.check_dtype("parents", parents, torch.int32, torch.int64)
+    checks.check_rank("parents", parents, 2)
+    batch, q_len = parents.shape
+    out = _check_out(out, tree_mask_shape(batch, q_len), torch.int32)
+    checks.check_device("parents", parents, out.device, "out")
+    if checks.debugging() and not (parents.is_cuda and torch.cuda.is_current_stream_capturing()):
+        node = torch.arange(q_len, device=parents.device)
+        wrong = ((parents < -1) | (parents >= node)).nonzero().tolist()
+        if wrong:
+            b, i = wrong[0]
+            raise ValueError(
+                f"parents: expected values in -1…{i - 1} for node {i} (a parent lies before its child), given "
+                f"{int(parents[b, i])} in row {b}"
+            )
+    words = out.shape[2]
+    launch(
+        tree_mask_from_parents_kernel,
+        (cdiv(batch * q_len, BLOCK_R), cdiv(words, BLOCK_W)),
+        out.device,
+        operands=dict(
+            out_ptr=out,
+            parents_ptr=parents,
+            rows=batch * q_len,
+            q_len=q_len,
+            words=words,
+            stride_parents_batch=parents.stride(0),
+            stride_parents_node=parents.stride(1),
+            stride_out_batch=out.stride(0),
+            stride_out_row=out.stride(1),
+        ),
+        constants=dict(BLOCK_R=BLOCK_R, BLOCK_W=BLOCK_W),
         num_warps=4,
     )
     return out

@@ -92,16 +92,19 @@ def visible(
         q_len, seq_len: Query tokens and keys; query token i stands at position seq_len - q_len + i.
         start: Keys before it are invisible.
         causal, window_left: As for `splitkv.decode`.
-        tree_mask: [≥ q_len, words] int32 of this request, as for `splitkv.decode`.
+        tree_mask: [max_q_len, words] int32 of this request, as for `splitkv.decode`; bits that it lacks are 0.
         device: Of the result.
     """
     position = (seq_len - q_len + torch.arange(q_len, device=device))[:, None]
     key = torch.arange(seq_len, device=device)[None, :]
     sees = (key >= start).expand(q_len, seq_len).clone()
     if tree_mask is not None:
-        draft = (key - (seq_len - q_len)).clamp(min=0)
-        words = tree_mask[:q_len].long()[:, (draft // 32)[0]]
-        sees &= (key < seq_len - q_len) | ((words >> (draft % 32)) & 1).bool()
+        known = min(q_len, tree_mask.shape[0])
+        column = torch.arange(known, device=device)
+        drafts = torch.zeros(q_len, q_len, dtype=torch.bool, device=device)
+        drafts[:known, :known] = (tree_mask[:known].long()[:, column // 32] >> (column % 32)) & 1
+        before = max(seq_len - q_len, 0)
+        sees[:, before:] &= drafts[:, q_len - (seq_len - before) :]
     elif causal:
         sees &= key <= position
     if window_left is not None:
@@ -376,6 +379,30 @@ def move_kv(kv: Any, src_slots: Tensor, dst_slots: Tensor) -> None:
 def _bytes(tensor: Tensor) -> Tensor:
     """A tensor of one-byte elements as integers, which all of PyTorch's operations take; others as they are."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def pack_tree_mask(mask: Tensor) -> Tensor:
+    """`splitkv.masks.pack_tree_mask` in plain PyTorch: [batch, q, q] bool to [batch, q, ceil(q / 32)] int32."""
+    batch, q_len, _ = mask.shape
+    words = -(-q_len // 32)
+    cells = torch.zeros(batch, q_len, words * 32, dtype=torch.int64, device=mask.device)
+    cells[:, :, :q_len] = mask
+    weights = 2 ** torch.arange(32, device=mask.device)
+    packed = (rearrange(cells, "b q (w n) -> b q w n", n=32) * weights).sum(dim=-1)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).int()
+
+
+def tree_mask_from_parents(parents: Tensor) -> Tensor:
+    """`splitkv.masks.tree_mask_from_parents` in plain PyTorch: [batch, q] to [batch, q, ceil(q / 32)] int32."""
+    batch, q_len = parents.shape
+    sees = torch.zeros(batch, q_len, q_len, dtype=torch.bool, device=parents.device)
+    for b, row in enumerate(parents.tolist()):
+        for node, parent in enumerate(row):
+            # A parent that does not lie before its child is none.
+            if 0 <= parent < node:
+                sees[b, node] = sees[b, parent]
+            sees[b, node, node] = True
+    return pack_tree_mask(sees)
 
 
 def _token_at(cache: Tensor, kv: Any, slot: int) -> Tensor | None:

@@ -786,7 +786,9 @@ class _Maker:
         if c["mask"] == "full":
             rules["causal"] = False
         elif c["mask"] == "tree":
-            longest = max([*q_lens, 1]) + self.random.choice((0, 0, 1, 30))
+            # Ragged lengths, which the device alone knows, may exceed the mask's.
+            fewer = -1 if c["query"] == "ragged" else 0
+            longest = max(max(q_lens, default=1) + self.random.choice((0, 0, 1, 30, fewer)), 1)
             words = self.integers(self.batch, longest, cdiv(longest, 32), low=-(2**31), high=2**31)
             rules["tree_mask"] = words
         return rules

@@ -273,6 +273,10 @@ def other_launches(case: Case) -> Iterator[api.Launch]:
             out = _empty(12, 100, dtype=torch.uint8).view(torch.bool)
             masks.ragged_mask(out, _empty(5), _empty(4), kv_start=_empty(4))
             masks.position_mask(_empty(4, 1, 100, dtype=torch.bool), _empty(4, dtype=torch.int64))
+            words = _empty(4, 40, 2)
+            masks.pack_tree_mask(_empty(4, 40, 40, dtype=torch.uint8).view(torch.bool), words)
+            masks.tree_mask_from_parents(_empty(4, 40), words)
+            masks.tree_mask_from_parents(_empty(4, 40, dtype=torch.int64), words)
             read.read_all(_empty(1 << 20), _empty(64), block=2048, programs=64, num_stages=3, num_warps=4)
             # The step state stages on the host, so it must have memory.
             table = torch.zeros(8, 16, dtype=torch.int32)

@@ -243,9 +243,9 @@ def test_an_argument_that_does_not_exist_is_a_type_error() -> None:
 
 
 def test_supports_takes_what_decode_takes() -> None:
-    assert set(inspect.signature(api.plan_decode).parameters) - {"want_lse"} == set(
-        inspect.signature(splitkv.decode).parameters
-    )
+    shared = set(inspect.signature(splitkv.decode_shared_prefix).parameters)
+    assert shared == set(inspect.signature(splitkv.decode).parameters) | {"group_ids", "prefix_lens"}
+    assert set(inspect.signature(api.plan_decode).parameters) - {"want_lse"} == shared
 
 
 # Merging.

@@ -13,7 +13,7 @@ import torch
 
 import splitkv
 from splitkv.bench import cells, cli, peers, plot, problem, record, run, table, timing, tune
-from splitkv.bench.cells import GRID, Cell
+from splitkv.bench.cells import GRID, RULES, Cell
 from splitkv.bench.record import Figures, HostMeasured, Measured, Record, Timing
 from splitkv.kernels.read import read_all
 from splitkv.tiles import Target, Tiles, choose
@@ -55,6 +55,42 @@ def test_grid_reads_as_many_bytes_as_it_says(name: str, mib: int) -> None:
 
 def test_grid_has_fourteen_names() -> None:
     assert len({cell.name for cell in GRID}) == len(GRID) == 14
+    assert len(cells.NAMED) == len(GRID) + len(RULES)
+    assert not cells.GROUPS.keys() & cells.NAMED.keys()
+
+
+def test_groups_of_cells() -> None:
+    assert cells.select(["skew", "rules"]) == [*cells.select(["skew"]), *RULES]
+    assert cells.select(["grid"]) == list(GRID)
+
+
+@pytest.mark.parametrize(
+    ("name", "kib"),
+    [
+        ("tree-b8-4k", 128 * 1024),  # as b8-4k and b32-4k
+        ("tree-b32-4k", 512 * 1024),
+        ("extend-512", 4 * 8704 * 4),
+        ("extend-2048", 4 * 10240 * 4),
+        ("gpt-oss-window", 32 * 128 * 2),
+        ("gpt-oss-full", 32 * 8192 * 2),
+        ("gemma-2-window", 32 * 4096 * 8),
+        ("gemma-2-full", 32 * 8192 * 8),
+    ],
+)
+def test_cells_of_rules_read_what_is_visible(name: str, kib: int) -> None:
+    (cell,) = cells.select([name])
+    assert cell.kv_bytes == kib * 1024 <= cell.cache_bytes
+
+
+def test_operations_count_the_keys_that_each_query_token_sees() -> None:
+    cell = Cell("x", (10, 7), num_q_heads=6, num_kv_heads=2, head_dim=16, q_len=3)
+    assert cell.flops == 4 * 6 * 16 * (8 + 9 + 10 + 5 + 6 + 7)
+    assert dataclasses.replace(cell, window_left=5).flops == 4 * 6 * 16 * (6 + 6 + 6 + 5 + 6 + 6)
+    seen = [splitkv.reference.visible(3, 0, length, window_left=5).sum().item() for length in cell.lens]
+    assert dataclasses.replace(cell, window_left=5).flops == 4 * 6 * 16 * sum(seen)
+    # Of a chunk the products are the limit, of decode the memory.
+    extend, plain = cells.select(["extend-2048", "b8-4k"])
+    assert extend.flops / extend.kv_bytes > run.MULTIPLIED > plain.flops / plain.kv_bytes
 
 
 def test_ragged64_is_the_drawn_lengths() -> None:
@@ -77,9 +113,12 @@ def test_pages_and_cache_bytes() -> None:
     assert contiguous.kv_bytes == Cell("a", lens).kv_bytes
 
 
-@pytest.mark.parametrize("cell", GRID, ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", (*GRID, *RULES), ids=lambda cell: cell.name)
 def test_shrunk_keeps_the_kind(cell: Cell) -> None:
     small = cell.shrunk()
+    assert (small.q_len > 1, small.q_len > run.SHORT) == (cell.q_len > 1, cell.q_len > run.SHORT)
+    assert (small.tree, small.softcap, small.sinks) == (cell.tree, cell.softcap, cell.sinks)
+    assert (small.window_left is None) == (cell.window_left is None) and small.first_visible(small.longest) in (0, 70)
     assert small.even == cell.even
     assert small.num_q_heads // small.num_kv_heads == cell.num_q_heads // cell.num_kv_heads
     assert small.batch <= 3 and small.longest <= 96
@@ -95,6 +134,9 @@ def test_shrunk_keeps_the_kind(cell: Cell) -> None:
         (lambda: Cell("x", (0,)), ["lens", "0"]),
         (lambda: Cell("x", (4,), num_q_heads=7, num_kv_heads=2), ["num_q_heads", "2", "7"]),
         (lambda: Cell("x", (4,), dtype="float8"), ["dtype", "float8"]),
+        (lambda: Cell("x", (9, 3), q_len=4), ["lens", "≥ 4", "3"]),
+        (lambda: Cell("x", (4,), q_len=0), ["q_len", "≥ 1", "0"]),
+        (lambda: Cell("x", (4,), window_left=-1), ["window_left", "≥ 0", "-1"]),
     ],
 )
 def test_cells_refuse(make: Any, words: list[str]) -> None:
@@ -120,8 +162,44 @@ def test_expected_answer_is_the_reference(page_size: int | None) -> None:
     assert not torch.equal(made.k_caches[0], made.k_caches[1])
 
 
+RULED: dict[str, dict[str, Any]] = {
+    "tokens": dict(q_len=5),
+    "tree": dict(q_len=5, tree=True),
+    "window": dict(window_left=9),
+    "window of tokens": dict(q_len=4, window_left=9),
+    "window of a tree": dict(q_len=7, tree=True, window_left=3),
+    "softcap": dict(softcap=0.5),
+    "sinks": dict(sinks=True),
+    "all": dict(q_len=7, tree=True, window_left=20, softcap=0.5, sinks=True),
+}
+
+
+@pytest.mark.parametrize("name", RULED)
+def test_expected_answer_follows_the_rules(name: str) -> None:
+    made = build(dataclasses.replace(SMALL, num_q_heads=6, **RULED[name]))
+    expected = problem.expect(made, 1)
+    right = splitkv.reference.decode(made.q, made.views[1], dtype=torch.float64, **made.rules)
+    torch.testing.assert_close(expected.out, right, rtol=1e-12, atol=1e-12)
+    # And what ignores one of them is no right answer.
+    for rule in made.rules:
+        rest = {key: value for key, value in made.rules.items() if key != rule}
+        assert expected.error_ratio(splitkv.reference.decode(made.q, made.views[1], **rest)) > 1, rule
+
+
+def test_a_tree_mask_of_the_bench_is_a_binary_tree() -> None:
+    made = build(dataclasses.replace(SMALL, q_len=5, tree=True))
+    assert made.rules["tree_mask"].tolist() == [[[0b1], [0b11], [0b101], [0b1011], [0b10011]]] * 3
+
+
+def test_copies_follow_what_is_read() -> None:
+    l2 = 50 * MIB
+    assert problem.copies_for(512 * MIB, l2, 2**40, 8 * MIB) == 25
+    with pytest.raises(problem.DoesNotFit):
+        problem.copies_for(512 * MIB, l2, 4 * 512 * MIB, 8 * MIB)
+
+
 def test_expected_answer_in_chunks_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = build(dataclasses.replace(SMALL, num_q_heads=6, num_kv_heads=3))
+    made = build(dataclasses.replace(SMALL, num_q_heads=6, num_kv_heads=3, q_len=2, sinks=True))
     whole = problem.expect(made, 0)
     monkeypatch.setattr(problem, "REFERENCE_BYTES", 1)
     chunked = problem.expect(made, 0)
@@ -209,7 +287,57 @@ def test_ours_is_checked_and_a_wrong_peer_is_found(device: torch.device) -> None
     assert measured.peers["wrong"].note == "wrong answer"
     assert measured.peers["absent"].note == "unavailable: not here"
     assert measured.peers["broken"].note.startswith("failed: KeyError")
-    assert len(told) == run.steps([SMALL], crowd)
+    assert len(told) == run.steps([SMALL], crowd, session)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [cell for cell in RULES if cell.name not in ("tree-b32-4k", "extend-2048")],  # in small others are the same
+    ids=lambda cell: cell.name,
+)
+def test_cells_of_rules_are_measured_in_every_way(cell: Cell, device: torch.device) -> None:
+    """And peers that know a rule get them right, the others are left out by name."""
+    small, session = run.dry_session([cell], device)
+    told: list[str] = []
+    crowd = peers.Peers({name: peers.BUILT_IN[name] for name in ("SDPA", "FlexAttention")})
+    measured = run.time_decode(small[0], session=session, peers=crowd, tell=told.append)
+    assert len(told) == run.steps(small, crowd, session)
+    wanted = {"scan"}
+    if cell.window_left is None:
+        wanted.add("128 rows" if cell.q_len > 4 else "list")
+    assert measured.ours.keys() == wanted
+    for timing_ in measured.ours.values():
+        assert timing_.note == "not timed" and timing_.error_ratio is not None and timing_.error_ratio < 1, measured
+    sdpa = measured.peers["SDPA"]
+    lacks = ", ".join([*["sinks"] * cell.sinks, *["softcap"] * (cell.softcap is not None)])
+    assert sdpa.note == (f"unavailable: does not take {lacks}" if lacks else "not timed")
+    assert lacks or (sdpa.error_ratio is not None and sdpa.error_ratio < 1)
+    assert measured.peers["FlexAttention"].note.startswith("unavailable: does not take ")
+
+
+def test_chunks_are_given_larger_tiles(device: torch.device) -> None:
+    small, session = run.dry_session(cells.select(["extend-512"]), device)
+    made = session.problem(small[0])
+    rows = []
+    for given in (None, run.LARGE_TILE):
+        plan = splitkv.api.plan_decode(made.q, made.views[0], session.workspace(small[0], q_tile_rows=given))
+        rows.append(plan.launches[0].constants["BLOCK_M"])
+    assert rows == [64, 128]
+
+
+@pytest.mark.parametrize(
+    ("read", "rate", "bound"), [(10.0, 1e3, "arithmetic"), (1e9, 1e3, "memory"), (10.0, 1e30, "memory")]
+)
+def test_the_limit_is_what_takes_longer(
+    read: float, rate: float, bound: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    small, session = run.dry_session(cells.select(["extend-512", "b8-4k"]), device)
+    monkeypatch.setattr(timing, "speed_of_light_us", lambda words, **_: read)
+    monkeypatch.setattr(timing, "product_flops_per_us", lambda dtype, device: rate)
+    made = session.problem(small[0])
+    assert small[0].flops > run.MULTIPLIED * small[0].kv_bytes
+    assert session.limit(made) == ((small[0].flops / rate if bound == "arithmetic" else read), bound)
+    assert session.limit(session.problem(small[1])) == (read, "memory")
 
 
 def test_a_wrong_answer_shows_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,6 +364,56 @@ def test_a_wrong_answer_shows_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bad.us is None and bad.note == "wrong answer"
     under_replay = run.measure(answering(right, right + 1), made, expected, session)
     assert under_replay.us is None and under_replay.note == "wrong answer under graph replay"
+
+
+@pytest.mark.parametrize("name", ["tokens", "tree", "window", "window of tokens", "window of a tree"])
+def test_sdpa_takes_tokens_trees_and_windows(name: str) -> None:
+    made = build(dataclasses.replace(SMALL, lens=(40, 9, 40, 128), **RULED[name]))
+    expected = problem.expect(made, 1)
+    launch, out = peers.sdpa(made)
+    launch(1)
+    assert expected.error_ratio(peers.result_of(out)) < 1
+
+
+def test_flash_attention_is_given_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What both of its generations are called with, by stand-ins that decode by reference."""
+    calls: list[dict[str, Any]] = []
+
+    def with_kvcache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cache_seqlens: Any, **rules: Any) -> Any:
+        table = rules.get("block_table", rules.get("page_table"))
+        calls.append({"metadata": rules.get("scheduler_metadata"), "paged": table is not None})
+        window_left, right = rules["window_size"]
+        assert rules["causal"] and (window_left, right) in ((-1, -1), (window_left, 0))
+        kv: Any = splitkv.ContiguousKV(k, v, cache_seqlens) if table is None else None
+        if kv is None:
+            kv = splitkv.PagedKV(k, v, table, cache_seqlens)
+        cap = rules["softcap"] or None
+        return splitkv.reference.decode(q, kv, window_left=None if window_left < 0 else window_left, softcap=cap)
+
+    def metadata(batch: int, q_len: int, *sizes: Any, **rules: Any) -> Any:
+        return batch, q_len, rules["window_size"], rules["has_softcap"]
+
+    class Module:
+        flash_attn_with_kvcache = staticmethod(with_kvcache)
+        get_scheduler_metadata = staticmethod(metadata)
+
+    monkeypatch.setattr(peers, "_module", lambda name: Module)
+    for rules in (dict(q_len=5), dict(window_left=9, softcap=0.5), dict(q_len=3, window_left=9, softcap=0.5)):
+        for page_size in (16, 256):
+            cell = dataclasses.replace(SMALL, page_size=page_size, **rules)
+            made = build(cell)
+            expected = problem.expect(made, 1)
+            for peer in (peers.flash_attention_2, peers.flash_attention_3):
+                calls.clear()
+                launch, out = peer(made)
+                launch(1)
+                assert expected.error_ratio(peers.result_of(out)) < 1
+                if peer is peers.flash_attention_3:
+                    assert calls[0]["metadata"] == (
+                        3, cell.q_len, (-1, -1) if cell.window_left is None else (9, 0), cell.softcap is not None
+                    )  # fmt: skip
+                else:
+                    assert calls[0]["paged"] == (page_size == 256)
 
 
 @pytest.mark.parametrize("page_size", [16, 64, None])
@@ -289,6 +467,14 @@ def test_peers_file(tmp_path: Path, device: torch.device) -> None:
     assert measured.peers["picky"].note == "unavailable: only on Sundays"
     with pytest.raises(ValueError, match="reference"):
         peers.Peers({"reference": peers.sdpa}, file=path)
+    # It is asked for no rules unless it says that it knows them.
+    ruled = build(dataclasses.replace(SMALL, q_len=2, softcap=3.0))
+    assert crowd.lacks("reference", ruled) == "q_len, softcap" and crowd.lacks("reference", build(SMALL)) == ""
+    path.write_text(textwrap.dedent(PEERS_FILE) + '\nRULES = {"reference": {"softcap"}}\n')
+    assert peers.Peers({}, file=path).lacks("reference", ruled) == "q_len"
+    path.write_text(textwrap.dedent(PEERS_FILE) + '\nRULES = {"reference": "softcap"}\n')
+    with pytest.raises(ValueError, match="RULES of sets"):
+        peers.Peers({}, file=path)
 
 
 @pytest.mark.parametrize(
@@ -377,6 +563,7 @@ def measured_grid() -> Record:
 
 def test_record_round_trip(tmp_path: Path) -> None:
     made = measured_grid()
+    made.cells += [Measured(cell, sol_us=9.0, bound="arithmetic") for cell in RULES]
     made.cells[3].ours["scan"] = Timing(None, math.inf, "wrong answer")
     path = tmp_path / "record.json"
     made.save(path)
@@ -488,6 +675,21 @@ def test_main_table_shows_every_column() -> None:
     assert second[3] == "wrong answer" and second[4] == "–" and second[6] == "–"
 
 
+def test_limits_of_arithmetic_are_marked() -> None:
+    (cell,) = cells.select(["extend-512"])
+    made = Record([dict(RUN)], [Measured(cell, sol_us=9.0, bound="arithmetic", ours={"scan": Timing(18.0, 0.5)})])
+    assert table.main_table(made).rows[0][2] == "9.0 (arithmetic)" and table.main_table(made).rows[0][4] == "0.50"
+    assert any("limits of arithmetic" in line for line in table.notes(made))
+    assert not any("arithmetic" in line for line in table.notes(measured_grid()))
+    # Records from before there were any are read as they were.
+    old = json.loads(json.dumps(measured_grid().to_json()))
+    for entry in old["cells"]:
+        del entry["bound"]
+        for name in ("q_len", "tree", "window_left", "softcap", "sinks"):
+            del entry["cell"][name]
+    assert Record.from_json({**old, "host": []}).cells == measured_grid().cells
+
+
 @pytest.mark.parametrize("rich", [True, False])
 def test_tables_render(rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     if rich:
@@ -538,6 +740,10 @@ def test_plot_says_what_its_axes_are() -> None:
     assert len(left.get_yticklabels()) == 14
     with pytest.raises(ValueError, match="given none"):
         plot.figure(Record())
+    (cell,) = cells.select(["extend-512"])
+    timed = [Measured(cell, sol_us=9.0, bound="arithmetic", ours={"scan": Timing(18.0, 0.5)})]
+    left, right = plot.figure(Record([dict(RUN)], timed)).axes
+    assert "product" in left.get_legend().get_texts()[0].get_text() and not right.get_visible()
 
 
 # The command line
@@ -547,6 +753,12 @@ def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["--dry-run", "--cells", "skew", "tp8-b32-8k", "--page-size", "4"]) == 0
     text = capsys.readouterr().out
     assert "skew, page 4" in text and "8/1" in text and "SDPA" in text and "nothing was timed" in text
+
+
+def test_dry_run_of_cells_with_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--dry-run", "--cells", "tree-b8-4k", "gpt-oss-window"]) == 0
+    text = capsys.readouterr().out
+    assert "tree-b8-4k" in text and "SDPA: unavailable: does not take sinks (gpt-oss-window)" in text
 
 
 def test_dry_run_of_own_sizes_and_splits(capsys: pytest.CaptureFixture[str]) -> None:

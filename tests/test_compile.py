@@ -218,6 +218,7 @@ def test_other_kernels_compile(compiler: Compiler, arch: str) -> None:
     assert not isinstance(answer, str), answer
     assert {used.kernel for used in answer} == {
         "merge_kernel", "append_kernel", "move_kernel", "attention_mask_kernel", "position_mask_kernel", "read_kernel",
+        "pack_tree_mask_kernel", "tree_mask_from_parents_kernel",
         "work_list_kernel",
         "update_pages_kernel", "bind_kernel", "advance_kernel",
     }  # fmt: skip

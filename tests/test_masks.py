@@ -1,4 +1,4 @@
-"""Masks against the rule of the reference."""
+"""Masks against the rule of the reference, and tree masks against their definition."""
 
 from __future__ import annotations
 
@@ -187,3 +187,169 @@ def test_lengths_past_the_mask_raise_in_debug_mode(device: torch.device, monkeyp
     masks.attention_mask(out, int32([4, 4], device))
     with pytest.raises(ValueError, match=r"seq_lens: expected lengths up to 4 .* given 6 in row 1"):
         masks.attention_mask(out, int32([4, 6], device))
+
+
+# Tree masks
+
+
+def ancestors(row: list[int]) -> list[set[int]]:
+    """Each node's own index and those of its ancestors; a parent that does not lie before its child is none."""
+    sees: list[set[int]] = []
+    for node, parent in enumerate(row):
+        sees.append({node} | (sees[parent] if 0 <= parent < node else set()))
+    return sees
+
+
+def bits_of(words: Tensor, q_len: int) -> list[set[int]]:
+    """Per row of one request, which bits are set, those past the last node included."""
+    return [
+        {32 * w + bit for w, word in enumerate(row) for bit in range(32) if (word >> bit) & 1}
+        for row in words.tolist()[:q_len]
+    ]
+
+
+def tree_out(device: torch.device, batch: int, q_len: int) -> tuple[Tensor, Tensor]:
+    """A tree mask of garbage, and the wider tensor that it is a stretch of; what lies beside it is a guard."""
+    shape = masks.tree_mask_shape(batch, q_len)
+    wide = torch.full((batch + 1, q_len + 2, shape[2] + 3), -7, dtype=torch.int32, device=device)
+    return wide[:batch, :q_len, : shape[2]], wide
+
+
+def assert_beside_untouched(wide: Tensor, out: Tensor) -> None:
+    wide = wide.clone()
+    wide[: out.shape[0], : out.shape[1], : out.shape[2]] = -7
+    assert (wide == -7).all()
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> list[list[int]]:
+    """Parents of the nodes of several requests, one of which may have none of them valid."""
+    q_len = draw(st.integers(1, 40) | st.sampled_from([63, 64, 65, 300]))
+    batch = draw(st.integers(1, 3))
+    random = draw(st.randoms(use_true_random=False))
+    kind = draw(st.sampled_from(["tree", "chain", "wrong"]))
+    if kind == "chain":
+        return [[node - 1 for node in range(q_len)]] * batch
+    if kind == "tree":
+        return [[random.randint(-1, node - 1) for node in range(q_len)] for _ in range(batch)]
+    wrong = (-(2**31), -2, q_len, 2**31 - 1)
+    return [[random.choice((*wrong, random.randint(-1, q_len - 1))) for _ in range(q_len)] for _ in range(batch)]
+
+
+@given(forest=forests(), long=st.booleans(), strided=st.booleans())
+def test_tree_mask_from_parents(device: torch.device, forest: list[list[int]], long: bool, strided: bool) -> None:
+    """Ancestors and the node itself; parents of any other kind make a root, and no way is endless."""
+    dtype = torch.int64 if long else torch.int32
+    parents = torch.tensor(forest, dtype=dtype, device=device)
+    if long:
+        parents[parents == 2**31 - 1] = 2**40  # would be node 0 in 32 bits
+    if strided:
+        parents = torch.stack([parents, parents * 0 - 9], dim=2)[:, :, 0]
+    batch, q_len = parents.shape
+    out, wide = tree_out(device, batch, q_len)
+    assert masks.tree_mask_from_parents(parents, out) is out
+    assert_beside_untouched(wide, out)
+    for b, row in enumerate(forest):
+        assert bits_of(out[b], q_len) == ancestors(row)
+    assert torch.equal(reference.tree_mask_from_parents(parents), out)
+
+
+@given(
+    batch=st.integers(1, 3),
+    q_len=st.integers(1, 40) | st.sampled_from([64, 65]),
+    seed=st.integers(0, 2**16),
+    how=st.sampled_from(["dense", "transposed", "every second"]),
+)
+def test_pack_tree_mask(device: torch.device, batch: int, q_len: int, seed: int, how: str) -> None:
+    """Any matrix, the last bit of a word included; bits past the last node are 0."""
+    mask = torch.rand(batch, q_len, 2 * q_len, generator=torch.Generator().manual_seed(seed)) < 0.5
+    mask = mask[:, :, ::2] if how == "every second" else mask[:, :, :q_len]
+    mask = moved(mask.transpose(1, 2) if how == "transposed" else mask.contiguous() if how == "dense" else mask, device)
+    out, wide = tree_out(device, batch, q_len)
+    assert masks.pack_tree_mask(mask, out) is out
+    assert_beside_untouched(wide, out)
+    for b in range(batch):
+        assert bits_of(out[b], q_len) == [set(row.nonzero()[:, 0].tolist()) for row in mask[b].cpu()]
+    assert torch.equal(reference.pack_tree_mask(mask), out)
+
+
+def test_tree_words_written_are_what_the_size_function_says(device: torch.device) -> None:
+    """Case 26: batch 2, 4 drafts: 2 · 4 · 1 words; one less raises; guards intact; a larger batch later raises."""
+    shape = masks.tree_mask_shape(2, 4)
+    words = 2 * 4 * 1
+    assert shape == (2, 4, 1)
+    buffer = torch.full((words + 8,), -7, dtype=torch.int32, device=device)
+    out, short = buffer[4 : 4 + words].view(shape), buffer[4 : 4 + words - 1]
+    parents = int32([-1, 0, 0, 2], device).repeat(2, 1)
+    sees = torch.zeros(2, 4, 4, dtype=torch.bool, device=device)
+    for row, seen in enumerate(ancestors([-1, 0, 0, 2])):
+        sees[:, row, list(seen)] = True
+    for writer, argument in ((masks.tree_mask_from_parents, parents), (masks.pack_tree_mask, sees)):
+        out.fill_(-7)
+        writer(argument, out)
+        assert (buffer[:4] == -7).all() and (buffer[4 + words :] == -7).all()
+        assert out.tolist() == [[[0b0001], [0b0011], [0b0101], [0b1101]]] * 2
+        before = buffer.clone()
+        for wrong in (short, short.view(1, 7, 1), out[:, :3], out[:1]):
+            with pytest.raises(ValueError, match=r"^out: expected shape \[2, 4, 1\], given"):
+                writer(argument, wrong)
+        larger = torch.cat([argument, argument])
+        with pytest.raises(ValueError, match=r"^out: expected shape \[4, 4, 1\], given \[2, 4, 1\]"):
+            writer(larger, out)
+        assert torch.equal(buffer, before)
+
+
+@pytest.mark.parametrize(
+    ("writer", "change", "error", "text"),
+    [
+        ("both", {"out": torch.zeros(2, 3, 1, dtype=torch.int64)}, TypeError, "out: expected torch.int32"),
+        ("both", {"out": torch.zeros(2, 3, 2, dtype=torch.int32)[:, :, :1].expand(2, 3, 2)}, ValueError, "out: exp"),
+        ("both", {"out": torch.zeros(1, 3, 1, dtype=torch.int32).expand(2, 3, 1)}, ValueError, "out: expected memory"),
+        ("both", {"out": None}, TypeError, "out: expected a torch.Tensor"),
+        ("both", {"out": torch.zeros(2, 3, 1, dtype=torch.int32, device="meta")}, ValueError, "device"),
+        ("pack", {"mask": torch.zeros(2, 3, 3, dtype=torch.uint8)}, TypeError, "mask: expected torch.bool"),
+        ("pack", {"mask": torch.zeros(2, 3, 4, dtype=torch.bool)}, ValueError, r"mask: expected shape \[batch, 3, 3\]"),
+        ("pack", {"mask": torch.zeros(3, 3, dtype=torch.bool)}, ValueError, "mask: expected 3 dimensions"),
+        ("parents", {"parents": torch.zeros(2, 3)}, TypeError, "parents: expected torch.int32 or torch.int64"),
+        ("parents", {"parents": torch.zeros(3, dtype=torch.int32)}, ValueError, "parents: expected 2 dimensions"),
+    ],
+)
+def test_tree_refusals(
+    device: torch.device, writer: str, change: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    first: dict[str, Any] = {
+        "pack": {"mask": torch.zeros(2, 3, 3, dtype=torch.bool)},
+        "parents": {"parents": torch.full((2, 3), -1, dtype=torch.int32)},
+    }
+    write = {"pack": masks.pack_tree_mask, "parents": masks.tree_mask_from_parents}
+    for name in ("pack", "parents") if writer == "both" else (writer,):
+        arguments = {**first[name], "out": torch.zeros(2, 3, 1, dtype=torch.int32), **change}
+        for key, value in arguments.items():
+            if isinstance(value, Tensor) and value.device.type != "meta":
+                arguments[key] = moved(value, device)
+        with pytest.raises(error, match=text):
+            write[name](**arguments)
+
+
+def test_wrong_parents_raise_in_debug_mode(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPLITKV_DEBUG", "1")
+    out = torch.zeros(masks.tree_mask_shape(2, 3), dtype=torch.int32, device=device)
+    good = int32([-1, 0, 1, -1, -1, -1], device).view(2, 3)
+    masks.tree_mask_from_parents(good, out)
+    before = out.clone()
+    for node, wrong in ((0, 0), (1, 1), (1, 2), (2, 3), (2, -2)):
+        bad = good.clone()
+        bad[1, node] = wrong
+        with pytest.raises(
+            ValueError, match=rf"parents: expected values in -1…{node - 1} for node {node} .* {wrong} in row 1"
+        ):
+            masks.tree_mask_from_parents(bad, out)
+    assert torch.equal(out, before)
+
+
+def test_empty_tree_masks(device: torch.device) -> None:
+    for batch, q_len in ((0, 4), (2, 0)):
+        out = torch.empty(masks.tree_mask_shape(batch, q_len), dtype=torch.int32, device=device)
+        parents = torch.empty(batch, q_len, dtype=torch.int32, device=device)
+        assert masks.tree_mask_from_parents(parents, out) is out
+        assert masks.pack_tree_mask(torch.empty(batch, q_len, q_len, dtype=torch.bool, device=device), out) is out

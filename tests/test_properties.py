@@ -107,6 +107,69 @@ def test_any_problem_is_within_the_error_budget(problem, record_ratios):
     record_ratios(problem.q.dtype, expected.error_ratio(result.out), expected.lse_error_ratio(result.lse))
 
 
+@st.composite
+def extends(draw: st.DrawFn) -> Problem:
+    """Chunks of query tokens that fill several query tiles, with every rule there is, each on or off."""
+    pick = st.sampled_from
+    several = draw(st.booleans())
+    batch = draw(st.integers(1, 3))
+    q_lens = [draw(st.integers(6, 20)), *(draw(st.integers(0, 4)) for _ in range(batch - 1))]
+    sizes = dict(
+        query="several" if several else "ragged",
+        q_len=draw(st.integers(6, 12)),
+        q_lens=None if several else draw(st.permutations(q_lens)),
+        batch=batch,
+        group_size=draw(st.integers(3, 6)),
+        num_kv_heads=1,
+        head_dim=draw(pick([16, 24])),
+        max_len=draw(st.integers(1, 90)),
+        q_tile_rows=16,
+    )
+    rules = dict(
+        mask=draw(pick(["causal", "full", "tree"])),
+        window_left=draw(pick([None, 0, 3, 30])),
+        softcap=draw(pick([None, 2.0])),
+        sinks=draw(pick([None, "float32", "same"])),
+        alibi=draw(st.booleans()),
+        kv_start=draw(st.booleans()),
+    )
+    cuts = dict(
+        num_splits=draw(pick([None, 1, 3])), split_tokens=draw(pick([None, 16])), max_splits=draw(pick([None, 9]))
+    )
+    return make_problem(draw(SEEDS), device=DEVICE, dtype=draw(pick(DTYPES)), **sizes, **rules, **cuts)
+
+
+@given(problem=extends())
+@examples(15)
+def test_any_extend_is_within_the_error_budget(problem, record_ratios):
+    tiles = [cdiv(n * problem.config.group_size, 16) for n in problem.q_lens]
+    assert max(tiles) > 1
+    expected = problem.expected()
+    result = attend(problem)
+    expected.check(result.out, result.lse, problem)
+    record_ratios(problem.q.dtype, expected.error_ratio(result.out), expected.lse_error_ratio(result.lse))
+
+
+@pytest.mark.parametrize("kind", ["paged", "csr", "contiguous", "ragged"])
+def test_decode_rows_and_chunks_in_one_call(kind):
+    """Lengths from 0 up mixed in a batch, each request's rows those of a call of its own, bit by bit."""
+    problem = make_problem(
+        5, device=DEVICE, kind=kind, query="ragged", q_lens=[1, 0, 13, 1, 4], lens=[40, 9, 30, 0, 3], group_size=3,
+        num_kv_heads=1, head_dim=16, mask="causal", window_left=9, softcap=None, sinks="float32", alibi=True,
+        kv_start=False, clamped=False, num_splits=None, split_tokens=16, max_parts=4, q_tile_rows=16, front=0, spare=2,
+    )  # fmt: skip
+    result = attend(problem)
+    assert_cut(result, problem)
+    problem.expected().check(result.out, result.lse, problem)
+    rows = rows_of(problem, result.out), rows_of(problem, result.lse)
+    assert [len(out) for out in rows[0]] == [1, 0, 13, 1, 4]
+    for b in range(5):
+        alone = problem.select([b])
+        again = attend(alone)
+        for whole, own in zip(rows, (again.out, again.lse), strict=True):
+            assert same_bits(whole[b], rows_of(alone, own)[0]), b
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @given(

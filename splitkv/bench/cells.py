@@ -16,18 +16,24 @@ VIEW_PAGE = 16  # a contiguous cache is a multiple of this long, so that peers c
 
 @dataclass(frozen=True)
 class Cell:
-    """One decode call: a query token per request against a cache of given lengths.
+    """One decode call: query tokens of each request against a cache of given lengths.
 
     >>> cell = Cell("b8-4k", (4096,) * 8)
     >>> cell.batch, cell.kv_bytes // 2**20, cell.num_pages
     (8, 128, 2048)
+    >>> Cell("window", (4096,) * 8, window_left=1023).kv_bytes // 2**20  # what is visible
+    32
 
     Attributes:
         name: How tables and the command line call it.
-        lens: KV tokens of each request, each ≥ 1.
+        lens: KV tokens of each request, those of its query tokens included.
         num_q_heads, num_kv_heads, head_dim: The geometry; values are as wide as keys.
         dtype: "bfloat16", "float16" or "float32", of queries and caches.
         page_size: Tokens per page of a paged cache, its pages randomly placed; None for a contiguous cache.
+        q_len: Query tokens of each request.
+        tree: Whether they are draft tokens with a tree mask: a binary tree, or as much of it as there are.
+        window_left, softcap: As for `splitkv.decode`.
+        sinks: Whether each head has a logit that joins the softmax.
     """
 
     name: str
@@ -37,12 +43,20 @@ class Cell:
     head_dim: int = 128
     dtype: str = "bfloat16"
     page_size: int | None = 16
+    q_len: int = 1
+    tree: bool = False
+    window_left: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         if not self.lens:
             raise ValueError("lens: expected at least one length, given none")
+        require_int("q_len", self.q_len, 1)
         for length in self.lens:
-            require_int("lens", length, 1)
+            require_int("lens", length, self.q_len)
+        if self.window_left is not None:
+            require_int("window_left", self.window_left, 0)
         require_int("num_kv_heads", self.num_kv_heads, 1)
         require_int("num_q_heads", self.num_q_heads, 1)
         if self.num_q_heads % self.num_kv_heads:
@@ -86,10 +100,21 @@ class Cell:
         """Bytes of one token's keys and values, all heads."""
         return 2 * self.num_kv_heads * self.head_dim * self.torch_dtype.itemsize
 
+    def first_visible(self, length: int) -> int:
+        """The first token of a request of this length that a query token sees."""
+        return 0 if self.window_left is None else max(0, length - self.q_len - self.window_left)
+
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values that a decode call has to read."""
-        return self.total_tokens * self.token_bytes
+        """Bytes of keys and values that a decode call has to read: those that some query token sees, once."""
+        return sum(length - self.first_visible(length) for length in self.lens) * self.token_bytes
+
+    @property
+    def flops(self) -> int:
+        """Operations of both matrix products, over the keys that each query token sees by the causal rule."""
+        most = self.longest if self.window_left is None else self.window_left + 1
+        pairs = sum(min(length - back, most) for length in self.lens for back in range(self.q_len))
+        return 4 * pairs * self.num_q_heads * self.head_dim
 
     @property
     def num_pages(self) -> int:
@@ -120,7 +145,7 @@ class Cell:
     def shrunk(self) -> Cell:
         """The same kind of cell, small enough for Triton's interpreter: at most 3 requests, 96 tokens, 2 KV heads.
 
-        Even lengths stay even, uneven ones uneven, and the group keeps its size.
+        Even lengths stay even, uneven ones uneven, the group keeps its size, and every rule its effect.
 
         >>> Cell("skew", (131072,) + (1024,) * 63).shrunk().lens
         (96, 11, 40)
@@ -131,6 +156,8 @@ class Cell:
         return dataclasses.replace(
             self,
             lens=lens,
+            q_len=min(17, self.q_len),
+            window_left=None if self.window_left is None else min(25, self.window_left),
             num_kv_heads=heads,
             num_q_heads=heads * (self.num_q_heads // self.num_kv_heads),
             head_dim=min(32, self.head_dim),
@@ -163,23 +190,43 @@ GRID = (
     Cell("mha-b16-4k", (4096,) * 16, num_q_heads=32, num_kv_heads=32),
     Cell("q32b-b16-8k", (8192,) * 16, num_q_heads=64, num_kv_heads=8),
 )
-"""The named cells. All of a run's cells share one capacity, so that capacity tells nothing about their lengths."""
+"""The cells of plain decode. All of a run's cells share one capacity, so that it tells nothing about their lengths."""
+
+RULES = (
+    Cell("tree-b8-4k", (4096,) * 8, q_len=4, tree=True),
+    Cell("tree-b32-4k", (4096,) * 32, q_len=4, tree=True),
+    Cell("extend-512", (8192 + 512,) * 4, q_len=512),
+    Cell("extend-2048", (8192 + 2048,) * 4, q_len=2048),
+    Cell("gpt-oss-window", (8192,) * 32, 64, 8, 64, window_left=127, sinks=True),
+    Cell("gpt-oss-full", (8192,) * 32, 64, 8, 64, sinks=True),
+    Cell("gemma-2-window", (8192,) * 32, 16, 8, 256, window_left=4095, softcap=50.0),
+    Cell("gemma-2-full", (8192,) * 32, 16, 8, 256, softcap=50.0),
+)
+"""Cells of several query tokens and of models' rules. The trees are b8-4k and b32-4k with 4 query tokens each."""
+
+GROUPS = {"grid": GRID, "rules": RULES}
+NAMED = {cell.name: cell for cells in GROUPS.values() for cell in cells}
 
 MIN_CAPACITY = (256, 131072)  # requests, tokens per request
 
 
 def select(names: Iterable[str]) -> list[Cell]:
-    """Cells of the grid by name, in the order given.
+    """Cells by name, or by the name of a group of them, in the order given.
+
+    >>> [cell.name for cell in select(["b1-1k", "rules"])][:3]
+    ['b1-1k', 'tree-b8-4k', 'tree-b32-4k']
 
     Raises:
         ValueError: an unknown name; lists the known ones.
     """
-    by_name = {cell.name: cell for cell in GRID}
-    chosen = []
+    chosen: list[Cell] = []
     for name in names:
-        if name not in by_name:
-            raise ValueError(f"cells: expected names among {', '.join(by_name)}, given {name!r}")
-        chosen.append(by_name[name])
+        if name in GROUPS:
+            chosen += GROUPS[name]
+        elif name in NAMED:
+            chosen.append(NAMED[name])
+        else:
+            raise ValueError(f"cells: expected names among {', '.join((*GROUPS, *NAMED))}, given {name!r}")
     return chosen
 
 
@@ -221,10 +268,14 @@ def capacity(cells: Iterable[Cell]) -> tuple[int, int]:
     return max(batch for batch, _ in sizes), max(length for _, length in sizes)
 
 
-def workspace_config(cell: Cell, max_batch_size: int, split_tokens: int | None = None) -> WorkspaceConfig:
-    """The workspace of every cell of this geometry."""
+def workspace_config(
+    cell: Cell, max_batch_size: int, split_tokens: int | None = None, q_tile_rows: int | None = None
+) -> WorkspaceConfig:
+    """The workspace of every cell of this geometry with as many query tokens, at least one per request."""
     return WorkspaceConfig(
         max_batch_size=max_batch_size,
+        max_total_q=max(max_batch_size, cell.batch * cell.q_len),
+        q_tile_rows=q_tile_rows,  # type: ignore[arg-type]
         num_q_heads=cell.num_q_heads,
         num_kv_heads=cell.num_kv_heads,
         head_dim=cell.head_dim,

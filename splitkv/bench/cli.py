@@ -16,9 +16,9 @@ import splitkv
 from splitkv import _interpreter
 from splitkv.bench import plot, table
 from splitkv.bench import run as runner
-from splitkv.bench.cells import DTYPE_NAMES, GRID, Cell, custom, select
+from splitkv.bench.cells import DTYPE_NAMES, GROUPS, Cell, custom, select
 from splitkv.bench.peers import DENSE, DENSE_NOTE, Peers
-from splitkv.bench.record import Figures, Measured, Record, describe_run
+from splitkv.bench.record import Figures, Measured, Record, Timing, describe_run
 from splitkv.bench.timing import METHOD
 
 HOST_CELLS = ("b1-1k", "b8-4k", "b32-4k")
@@ -30,11 +30,18 @@ NO_GPU = (
 )
 
 
+def _group_text(name: str) -> str:
+    return f"{name}: {' '.join(cell.name for cell in GROUPS[name])}"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench`."""
     what = parser.add_argument_group("what is timed")
     what.add_argument(
-        "--cells", nargs="+", metavar="NAME", help=f"named cells (default: all): {' '.join(c.name for c in GRID)}"
+        "--cells",
+        nargs="+",
+        metavar="NAME",
+        help=f"named cells, or groups of them (default: grid). {'; '.join(_group_text(name) for name in GROUPS)}",
     )
     what.add_argument("--lens", nargs="+", type=int, metavar="N", help="instead: KV tokens, of all requests or of each")
     what.add_argument("--batch", type=int, metavar="N", help="with one --lens: how many requests of that length")
@@ -105,7 +112,7 @@ def chosen_cells(args: argparse.Namespace) -> list[Cell]:
                 changes[name] = getattr(args, option)
         return [custom(args.batch, args.lens, **changes)]
     _refuse(args, _OF_OWN_SIZES, "without --lens")
-    default = HOST_CELLS if args.host else tuple(cell.name for cell in GRID)
+    default = HOST_CELLS if args.host else ("grid",)
     return [dataclasses.replace(cell, **changes) for cell in select(args.cells or default)]
 
 
@@ -189,7 +196,7 @@ def _measure(
     peers = _peers(args)
     repeats = 7 if args.repeats is None else args.repeats
     session = runner.Session(cells, device, split_tokens=args.split_tokens, tiles=args.tiles, repeats=repeats)
-    total = len(cells) * (1 + len(peers)) if args.host else runner.steps(cells, peers)
+    total = len(cells) * (1 + len(peers)) if args.host else runner.steps(cells, peers, session)
     with table.progress(total, "bench") as tell:
         for cell in cells:
             if args.host:
@@ -202,8 +209,9 @@ def _measure(
 
 def _dry_run(args: argparse.Namespace, cells: Sequence[Cell], device: str) -> int:
     peers = _peers(args)
-    with table.progress(runner.steps(cells, peers), "dry run") as tell:
-        found = runner.dry_run(cells, device, peers, split_tokens=args.split_tokens, tell=tell)
+    small, session = runner.dry_session(cells, device, split_tokens=args.split_tokens)
+    with table.progress(runner.steps(small, peers, session), "dry run") as tell:
+        found = [runner.time_decode(cell, session=session, peers=peers, tell=tell) for cell in small]
     table.show(dry_run_table(found))
     for line in table.notes(Record(cells=found)):
         print(line)
@@ -219,7 +227,7 @@ def dry_run_table(found: Sequence[Measured]) -> table.TextTable:
     rows = []
     for m in found:
         cell = m.cell
-        ratios = [(m.ours | m.peers)[name].error_ratio for name in (*ours, *peers)]
+        ratios = [(m.ours | m.peers).get(name, Timing()).error_ratio for name in (*ours, *peers)]
         lens = f"{cell.batch} × {cell.longest}" if cell.even else " ".join(map(str, cell.lens))
         texts = ["–" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
         rows.append((m.label, lens, f"{cell.num_q_heads}/{cell.num_kv_heads}", *texts))

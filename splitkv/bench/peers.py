@@ -2,9 +2,11 @@
 
 `peer(problem)` prepares whatever may be prepared once per step or once per cache (plans, metadata, dense copies: all
 outside the timing, to the peer's advantage) and returns `(launch, out)`: `launch(i)` enqueues one decode over copy i,
-and afterwards `out` is its result, a [batch, num_q_heads, head_dim] tensor or a function that returns it. It raises
-`Unavailable` where the peer is not installed or cannot run the problem. `splitkv.bench.problem.Problem` says what a
-problem is; a file given to `load` offers the same: a dict `PEERS` of such functions and an exception `Unavailable`.
+and afterwards `out` is its result, a tensor of the shape of q or a function that returns it. It raises `Unavailable`
+where the peer is not installed or cannot run the problem. `splitkv.bench.problem.Problem` says what a problem is; a
+file given to `load` offers the same: a dict `PEERS` of such functions, an exception `Unavailable`, and perhaps a dict
+`RULES` of what those of that name know besides plain decode (`Problem.asks`). A peer is given no problem that asks for
+what it does not know.
 """
 
 from __future__ import annotations
@@ -13,14 +15,15 @@ import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from splitkv.bench.problem import Problem
 from splitkv.config import align_up, cdiv
@@ -42,19 +45,23 @@ def _module(name: str) -> Any:
 
 
 def _dense(cache: Tensor, problem: Problem, requests: list[int], length: int) -> Tensor:
-    """[requests, num_kv_heads, length, head_dim]: a contiguous copy of these requests' tokens."""
+    """[requests, num_kv_heads, tokens, head_dim]: a contiguous copy of the tokens that these requests see."""
     page_size = cache.shape[1]
     index = torch.tensor(requests, device=cache.device)
     pages = problem.page_table[index, : cdiv(length, page_size)].long()
-    return cache[pages].flatten(1, 2)[:, :length].transpose(1, 2).contiguous()
+    visible = slice(problem.cell.first_visible(length), length)
+    return cache[pages].flatten(1, 2)[:, visible].transpose(1, 2).contiguous()
 
 
 def sdpa(problem: Problem) -> tuple[Launch, Result]:
     """PyTorch's scaled_dot_product_attention over dense keys and values: one call per distinct length.
 
     It takes neither page tables nor lengths, so the pages are gathered outside the timing, and requests of one length
-    share a call: no padding is read, but every distinct length costs launches.
+    share a call: no padding is read, but every distinct length costs launches. Several query tokens have a mask, of the
+    kind that its flash kernel knows where it is the causal one.
     """
+    cell = problem.cell
+    plainly_causal = not problem.asks - {"q_len"}
     by_length: dict[int, list[int]] = {}
     for b, length in enumerate(problem.lens):
         by_length.setdefault(length, []).append(b)
@@ -63,17 +70,25 @@ def sdpa(problem: Problem) -> tuple[Launch, Result]:
         index = torch.tensor(requests, device=problem.q.device)
         keys = [_dense(cache, problem, requests, length) for cache in problem.k_caches]
         values = [_dense(cache, problem, requests, length) for cache in problem.v_caches]
-        groups.append((index, problem.q[index].unsqueeze(2), keys, values))
-    grouped = problem.q.shape[1] != problem.k_caches[0].shape[2]
+        mask: Any = None
+        if cell.q_len > 1:
+            mask = problem.sees(length)
+            if plainly_causal and problem.q.is_cuda:
+                mask = causal_lower_right(cell.q_len, length)
+        groups.append((index, problem.tokens[index].transpose(1, 2), keys, values, mask))
+    grouped = cell.num_q_heads != cell.num_kv_heads
     outs: list[Tensor] = []
 
     def launch(i: int) -> None:
-        outs[:] = [F.scaled_dot_product_attention(q, k[i], v[i], enable_gqa=grouped) for _, q, k, v in groups]
+        outs[:] = [
+            F.scaled_dot_product_attention(q, k[i], v[i], attn_mask=mask, enable_gqa=grouped)
+            for _, q, k, v, mask in groups
+        ]
 
     def result() -> Tensor:
-        out = torch.empty_like(problem.q)
+        out = torch.empty_like(problem.tokens)
         for (index, *_), part in zip(groups, outs, strict=True):
-            out[index] = part[:, :, 0]
+            out[index] = part.transpose(1, 2)
         return out
 
     return launch, result
@@ -167,6 +182,8 @@ def _flashinfer(problem: Problem, tensor_cores: bool) -> tuple[Launch, Result]:
         num_kv_heads,
         q.shape[2],
         page_size,
+        window_left=problem.rules.get("window_left", -1),
+        logits_soft_cap=problem.rules.get("softcap", 0.0),
         q_data_type=q.dtype,
         kv_data_type=q.dtype,
     )
@@ -188,25 +205,35 @@ def flashinfer_tensor_cores(problem: Problem) -> tuple[Launch, Result]:
     return _flashinfer(problem, tensor_cores=True)
 
 
+def _flash_rules(problem: Problem) -> dict[str, Any]:
+    """Window and cap as FlashAttention's functions take them."""
+    window_left = problem.rules.get("window_left")
+    return dict(
+        causal=True,
+        window_size=(-1, -1) if window_left is None else (window_left, 0),
+        softcap=problem.rules.get("softcap", 0.0),
+    )
+
+
 def flash_attention_2(problem: Problem) -> tuple[Launch, Result]:
     """FlashAttention-2 with a KV cache: through the page table where pages are large enough, else over dense copies.
 
     Its pages are multiples of 256 tokens. Smaller ones are gathered outside the timing, one call per distinct length.
     """
     attend = _module("flash_attn").flash_attn_with_kvcache
-    q = problem.q
+    q, rules = problem.tokens, _flash_rules(problem)
     outs: list[tuple[Tensor, Tensor]] = []
     everyone = torch.arange(q.shape[0], device=q.device)
     if problem.k_caches[0].shape[1] % 256 == 0:
 
         def launch(i: int) -> None:
             out = attend(
-                q.unsqueeze(1),
+                q,
                 problem.k_caches[i],
                 problem.v_caches[i],
                 cache_seqlens=problem.seq_lens,
                 block_table=problem.page_table,
-                causal=True,
+                **rules,
             )
             outs[:] = [(everyone, out)]
 
@@ -221,19 +248,19 @@ def flash_attention_2(problem: Problem) -> tuple[Launch, Result]:
                 [_dense(cache, problem, requests, length).transpose(1, 2).contiguous() for cache in caches]
                 for caches in (problem.k_caches, problem.v_caches)
             )
-            lens = problem.seq_lens[index]
-            groups.append((index, q[index].unsqueeze(1), keys, values, lens))
+            lens = torch.full_like(problem.seq_lens[index], keys[0].shape[1])
+            groups.append((index, q[index], keys, values, lens))
 
         def launch(i: int) -> None:
             outs[:] = [
-                (index, attend(query, keys[i], values[i], cache_seqlens=lens, causal=True))
+                (index, attend(query, keys[i], values[i], cache_seqlens=lens, **rules))
                 for index, query, keys, values, lens in groups
             ]
 
     def result() -> Tensor:
         out = torch.empty_like(q)
         for index, part in outs:
-            out[index] = part[:, 0]
+            out[index] = part
         return out
 
     return launch, result
@@ -242,37 +269,39 @@ def flash_attention_2(problem: Problem) -> tuple[Launch, Result]:
 def flash_attention_3(problem: Problem) -> tuple[Launch, Result]:
     """FlashAttention-3 with a paged KV cache, its scheduler metadata made outside the timing."""
     flash = _module("flash_attn_interface")
-    q, page_size = problem.q, problem.k_caches[0].shape[1]
+    q, page_size, rules = problem.tokens, problem.k_caches[0].shape[1], _flash_rules(problem)
     # The table's width is what it takes for the longest length.
     table = problem.page_table[:, : cdiv(max(problem.lens), page_size)].contiguous()
     metadata = flash.get_scheduler_metadata(
         q.shape[0],
-        1,
-        table.shape[1] * page_size,
         q.shape[1],
-        problem.k_caches[0].shape[2],
+        table.shape[1] * page_size,
         q.shape[2],
+        problem.k_caches[0].shape[2],
+        q.shape[3],
         problem.seq_lens,
         qkv_dtype=q.dtype,
         page_size=page_size,
         causal=True,
+        window_size=rules["window_size"],
+        has_softcap=rules["softcap"] > 0,
     )
     outs: list[Tensor] = []
 
     def launch(i: int) -> None:
         outs[:] = [
             flash.flash_attn_with_kvcache(
-                q.unsqueeze(1),
+                q,
                 problem.k_caches[i],
                 problem.v_caches[i],
                 cache_seqlens=problem.seq_lens,
                 page_table=table,
-                causal=True,
                 scheduler_metadata=metadata,
+                **rules,
             )
         ]
 
-    return launch, lambda: outs[0][:, 0]
+    return launch, lambda: outs[0]
 
 
 BUILT_IN: dict[str, Peer] = {
@@ -283,6 +312,14 @@ BUILT_IN: dict[str, Peer] = {
     "FlashAttention-2": flash_attention_2,
     "FlashAttention-3": flash_attention_3,
 }
+RULES: dict[str, frozenset[str]] = {
+    "SDPA": frozenset({"q_len", "tree_mask", "window_left"}),
+    "FlashInfer": frozenset({"window_left", "softcap"}),
+    "FlashInfer tensor cores": frozenset({"window_left", "softcap"}),
+    "FlashAttention-2": frozenset({"q_len", "window_left", "softcap"}),
+    "FlashAttention-3": frozenset({"q_len", "window_left", "softcap"}),
+}
+"""What a peer knows besides plain decode; of one that is not named here nothing."""
 NEEDS = {
     "FlashInfer": "flashinfer",
     "FlashInfer tensor cores": "flashinfer",
@@ -312,14 +349,16 @@ class PeerFile:
     Attributes:
         peers: By name.
         unavailable: The exception by which they say that they cannot run.
+        rules: What those of a name know besides plain decode.
     """
 
     peers: dict[str, Peer]
     unavailable: type[Exception]
+    rules: dict[str, frozenset[str]] = field(default_factory=dict)
 
 
 def load(path: str | Path) -> PeerFile:
-    """Import a file that offers `PEERS` and `Unavailable`.
+    """Import a file that offers `PEERS` and `Unavailable`, and perhaps `RULES`.
 
     Args:
         path: A Python file; it is run.
@@ -343,7 +382,10 @@ def load(path: str | Path) -> PeerFile:
         raise ValueError(f"peers: expected a dict PEERS of functions by name in {path}, given {table!r}")
     if not (isinstance(unavailable, type) and issubclass(unavailable, Exception)):
         raise ValueError(f"peers: expected an exception class Unavailable in {path}, given {unavailable!r}")
-    return PeerFile(dict(table), unavailable)
+    rules = getattr(module, "RULES", {})
+    if not isinstance(rules, Mapping) or not all(isinstance(known, (set, frozenset)) for known in rules.values()):
+        raise ValueError(f"peers: expected a dict RULES of sets by name in {path}, given {rules!r}")
+    return PeerFile(dict(table), unavailable, {name: frozenset(known) for name, known in rules.items()})
 
 
 class Peers:
@@ -360,6 +402,7 @@ class Peers:
     def __init__(self, built_in: dict[str, Peer] | None = None, file: str | Path | None = None) -> None:
         self.table = dict(installed() if built_in is None else built_in)
         self.unavailable: tuple[type[Exception], ...] = (Unavailable,)
+        self.rules = dict(RULES)
         if file is not None:
             given = load(file)
             taken = sorted(self.table.keys() & given.peers.keys())
@@ -369,9 +412,14 @@ class Peers:
                 )
             self.table.update(given.peers)
             self.unavailable += (given.unavailable,)
+            self.rules.update(given.rules)
 
     def __len__(self) -> int:
         return len(self.table)
+
+    def lacks(self, name: str, problem: Problem) -> str:
+        """What a problem asks for that a peer does not know, as text; "" where it knows all."""
+        return ", ".join(sorted(problem.asks - self.rules.get(name, frozenset())))
 
 
 def result_of(out: Result) -> Tensor:

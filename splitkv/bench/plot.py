@@ -59,7 +59,10 @@ def _ours_us(measured: Measured) -> float | None:
 def _against_limit(axes: Any, timed: list[Measured], record: Record, figures: Figures | None) -> None:
     names = list(dict.fromkeys(name for m in timed for name in rivals(m, record, figures)))
     places = range(len(timed))
-    axes.axvline(1.0, color=INK, linewidth=1.5, linestyle="--", label="limit: a pure read of the same bytes")
+    what = "a pure read of the same bytes" + (
+        ", or a product of as many operations" if any(m.bound == "arithmetic" for m in timed) else ""
+    )
+    axes.axvline(1.0, color=INK, linewidth=1.5, linestyle="--", label=f"limit: {what}")
     for n, name in enumerate(names):
         points = [
             (timing.us / m.sol_us, y)
@@ -89,6 +92,11 @@ def _against_limit(axes: Any, timed: list[Measured], record: Record, figures: Fi
 
 
 def _bandwidth(axes: Any, timed: list[Measured]) -> None:
+    timed = [m for m in timed if m.bound == "memory"]
+    if not timed:
+        axes.set_visible(False)
+        return
+
     def points(us: Any) -> list[tuple[float, float, Measured]]:
         return [(m.cell.mean_len, m.cell.kv_bytes / us(m) / 1e6, m) for m in timed]
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from splitkv import masks, reference
 from splitkv.bench.cells import VIEW_PAGE, Cell
 from splitkv.config import cdiv
 from splitkv.kv import ContiguousKV, PagedKV
@@ -23,18 +25,25 @@ class DoesNotFit(RuntimeError):
     """The device lacks the memory for a cell."""
 
 
-def copies_for(cache_bytes: int, l2_bytes: int, limit_bytes: int) -> int:
+def copies_for(cache_bytes: int, l2_bytes: int, limit_bytes: int, read_bytes: int | None = None) -> int:
     """How many caches to rotate over: two or more, together L2_MULTIPLE times the L2 cache if the memory allows it.
 
     >>> copies_for(4 * 2**20, 50 * 2**20, 80 * 2**30), copies_for(2**32, 50 * 2**20, 80 * 2**30)
     (50, 2)
 
+    Args:
+        cache_bytes: Of one cache.
+        l2_bytes: Of the L2 cache.
+        limit_bytes: That all caches may take.
+        read_bytes: Of a cache that a call reads; None: all.
+
     Raises:
         DoesNotFit: not even one cache, or so few that the L2 cache would serve them.
     """
-    wanted = min(MAX_COPIES, max(2, cdiv(L2_MULTIPLE * l2_bytes, cache_bytes)))
+    read_bytes = read_bytes or cache_bytes
+    wanted = min(MAX_COPIES, max(2, cdiv(L2_MULTIPLE * l2_bytes, read_bytes)))
     copies = min(wanted, limit_bytes // cache_bytes)
-    if copies < 1 or copies * cache_bytes < min(2 * l2_bytes, wanted * cache_bytes):
+    if copies < 1 or copies * read_bytes < min(2 * l2_bytes, wanted * read_bytes):
         raise DoesNotFit(
             f"needs {wanted} caches of {cache_bytes / 2**30:.2f} GiB, {limit_bytes / 2**30:.2f} GiB are free"
         )
@@ -83,7 +92,7 @@ class Buffers:
 
     def copies(self, cell: Cell) -> int:
         """Caches of this cell to rotate over; raises DoesNotFit."""
-        return copies_for(cell.cache_bytes, self.l2_bytes, self.limit())
+        return copies_for(cell.cache_bytes, self.l2_bytes, self.limit(), cell.kv_bytes)
 
 
 @dataclass
@@ -92,7 +101,7 @@ class Problem:
 
     Attributes:
         cell: What it is.
-        q: [batch, num_q_heads, head_dim].
+        q: [batch, num_q_heads, head_dim], or of several query tokens or a tree [batch, q_len, num_q_heads, head_dim].
         k_caches, v_caches: One per copy, [num_pages, page_size, num_kv_heads, head_dim] each. A contiguous cell's are
             its rows as pages of 16 in order.
         page_table: [batch, max_pages] int32, zeros past a request's pages: some peers read there.
@@ -100,6 +109,8 @@ class Problem:
         lens: The same numbers on the host.
         views: Our view of each copy: PagedKV over these tensors, or ContiguousKV over the same memory.
         words: [kv_bytes / 4] int32 of each copy's memory: what the limit of the memory is measured on.
+        rules: Keyword arguments of `splitkv.decode`: of window_left, softcap, sinks ([num_q_heads] of q's dtype) and
+            tree_mask (of all requests the same) those that the cell has.
     """
 
     cell: Cell
@@ -111,10 +122,34 @@ class Problem:
     lens: list[int]
     views: list[PagedKV | ContiguousKV]
     words: list[Tensor]
+    rules: dict[str, Any]
 
     @property
     def copies(self) -> int:
         return len(self.k_caches)
+
+    @property
+    def tokens(self) -> Tensor:
+        """The queries as [batch, q_len, num_q_heads, head_dim]."""
+        return self.q if self.q.dim() == 4 else self.q.unsqueeze(1)
+
+    @property
+    def asks(self) -> frozenset[str]:
+        """What a peer must know besides plain decode: "q_len" where there are several query tokens, names of rules."""
+        return frozenset(self.rules) | ({"q_len"} if self.cell.q_len > 1 else set())
+
+    def sees(self, length: int) -> Tensor:
+        """[q_len, visible keys] bool, from the first visible key of a request of this length on."""
+        tree = self.rules.get("tree_mask")
+        window_left = self.cell.window_left
+        return reference.visible(
+            self.cell.q_len,
+            0,
+            length,
+            window_left=window_left,
+            tree_mask=None if tree is None else tree[0],
+            device=self.q.device,
+        )[:, self.cell.first_visible(length) :]
 
     def views_with(self, schedule: Schedule) -> list[PagedKV | ContiguousKV]:
         """The views again, with a work list."""
@@ -143,7 +178,21 @@ def build(cell: Cell, buffers: Buffers, *, max_len: int, copies: int, seed: int 
     if dtype != buffers.dtype:
         raise TypeError(f"buffers: expected {dtype}, given {buffers.dtype}")
     generator = torch.Generator(device).manual_seed(seed)
-    q = torch.randn(cell.batch, cell.num_q_heads, cell.head_dim, dtype=dtype, device=device, generator=generator)
+    tokens = (cell.q_len,) if cell.q_len > 1 or cell.tree else ()
+    shape_q = (cell.batch, *tokens, cell.num_q_heads, cell.head_dim)
+    q = torch.randn(shape_q, dtype=dtype, device=device, generator=generator)
+    rules: dict[str, Any] = {}
+    if cell.window_left is not None:
+        rules["window_left"] = cell.window_left
+    if cell.softcap is not None:
+        rules["softcap"] = cell.softcap
+    if cell.sinks:
+        rules["sinks"] = torch.randn(cell.num_q_heads, dtype=dtype, device=device, generator=generator)
+    if cell.tree:
+        parents = ((torch.arange(cell.q_len, dtype=torch.int32, device=device) - 1) // 2).expand(cell.batch, -1)
+        words_shape = masks.tree_mask_shape(cell.batch, cell.q_len)
+        tree = torch.empty(words_shape, dtype=torch.int32, device=device)
+        rules["tree_mask"] = masks.tree_mask_from_parents(parents, tree)
     seq_lens = torch.tensor(cell.lens, dtype=torch.int32, device=device)
     page_size = cell.page_size or VIEW_PAGE
     shape = (cell.num_pages, page_size, cell.num_kv_heads, cell.head_dim)
@@ -172,7 +221,7 @@ def build(cell: Cell, buffers: Buffers, *, max_len: int, copies: int, seed: int 
             views.append(ContiguousKV(k.view(rows), v.view(rows), seq_lens, len_hint=cell.longest))
         else:
             views.append(PagedKV(k, v, page_table, seq_lens, len_hint=cell.longest))
-    return Problem(cell, q, k_caches, v_caches, page_table, seq_lens, list(cell.lens), views, words)
+    return Problem(cell, q, k_caches, v_caches, page_table, seq_lens, list(cell.lens), views, words, rules)
 
 
 @dataclass(frozen=True)
@@ -180,7 +229,7 @@ class Expected:
     """The right answer, and how far from it a right computation in the problem's dtype may be.
 
     Attributes:
-        out: [batch, num_q_heads, head_dim] float64.
+        out: The shape of the problem's q, float64.
         norm_budget: Of ‖error‖₂ / ‖out‖₂.
         largest_budget: Of the largest |error|.
     """
@@ -207,22 +256,28 @@ def expect(problem: Problem, copy: int) -> Expected:
     cell, device, dtype = problem.cell, problem.q.device, problem.q.dtype
     group, scale = cell.num_q_heads // cell.num_kv_heads, cell.head_dim**-0.5
     page_size = problem.k_caches[copy].shape[1]
-    right = torch.empty(problem.q.shape, dtype=torch.float64, device=device)
-    plain = torch.empty_like(problem.q)
+    queries = problem.tokens.view(cell.batch, cell.q_len, cell.num_kv_heads, group, -1).transpose(1, 2)
+    right = torch.empty(queries.shape, dtype=torch.float64, device=device)
+    plain = torch.empty(queries.shape, dtype=dtype, device=device)
+    sinks = problem.rules.get("sinks")
     for b, length in enumerate(problem.lens):
+        visible = slice(cell.first_visible(length), length)
         pages = problem.page_table[b, : cdiv(length, page_size)].long()
-        keys = problem.k_caches[copy][pages].flatten(0, 1)[:length].transpose(0, 1)  # [heads, length, head_dim]
-        values = problem.v_caches[copy][pages].flatten(0, 1)[:length].transpose(0, 1)
-        queries = problem.q[b].view(cell.num_kv_heads, group, cell.head_dim)
-        step = max(1, REFERENCE_BYTES // (length * cell.head_dim * 8))
+        keys = problem.k_caches[copy][pages].flatten(0, 1)[visible].transpose(0, 1)  # [heads, tokens, head_dim]
+        values = problem.v_caches[copy][pages].flatten(0, 1)[visible].transpose(0, 1)
+        hidden = ~problem.sees(length).repeat_interleave(group, dim=0)  # a row per query token and head of the group
+        step = max(1, REFERENCE_BYTES // (keys.shape[1] * max(cell.head_dim, len(hidden)) * 8))
         for first in range(0, cell.num_kv_heads, step):
             heads = slice(first, first + step)
-            rows = slice(first * group, (first + step) * group)
-            q, k, v = queries[heads], keys[heads], values[heads]
-            weights = torch.softmax(q.double() @ k.double().transpose(1, 2) * scale, dim=-1)
-            right[b, rows] = (weights @ v.double()).flatten(0, 1)
-            weights = torch.softmax((q @ k.transpose(1, 2)).float() * scale, dim=-1)
-            plain[b, rows] = (weights.to(dtype) @ v).flatten(0, 1)
+            q, k, v = queries[b, heads].flatten(1, 2), keys[heads], values[heads]
+            sink = None
+            if sinks is not None:
+                sink = sinks.view(-1, 1, group)[heads].expand(-1, cell.q_len, -1).flatten(1)[..., None]
+            weights = _weights(q.double() @ k.double().transpose(1, 2) * scale, hidden, cell.softcap, sink)
+            right[b, heads] = (weights @ v.double()).view_as(right[b, heads])
+            weights = _weights((q @ k.transpose(1, 2)).float() * scale, hidden, cell.softcap, sink)
+            plain[b, heads] = (weights.to(dtype) @ v).view_as(plain[b, heads])
+    right, plain = (t.transpose(1, 2).reshape(problem.q.shape) for t in (right, plain))
     error = plain.double() - right
     top = right.abs().max().item()
     two_ulps = 2 * torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(top))
@@ -231,3 +286,20 @@ def expect(problem: Problem, copy: int) -> Expected:
         norm_budget=2 * (error.norm() / right.norm()).item() + two_ulps / top,
         largest_budget=2 * error.abs().max().item() + two_ulps,
     )
+
+
+def _weights(scores: Tensor, hidden: Tensor, softcap: float | None, sink: Tensor | None) -> Tensor:
+    """Softmax weights [heads, rows, tokens] of scaled scores, in their dtype.
+
+    Args:
+        scores: [heads, rows, tokens].
+        hidden: [rows, tokens] bool.
+        softcap: As for `splitkv.decode`.
+        sink: [heads, rows, 1] logits that join the softmax.
+    """
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if sink is None:
+        return torch.softmax(scores, dim=-1)
+    return torch.softmax(torch.cat([scores, sink.to(scores.dtype)], dim=-1), dim=-1)[..., :-1]

@@ -49,7 +49,9 @@ class Measured:
         split_tokens: The workspace's, or None for the balanced schedule.
         tiles: The tiles file that the workspace was given, or None for the built-in choice.
         copies: Caches that calls rotated over.
-        sol_us: Microseconds of a pure read of the cell's KV bytes; None where nothing was timed.
+        sol_us: The limit in microseconds: of a pure read of the cell's KV bytes, or where that takes longer of a matrix
+            product of as many operations; None where nothing was timed.
+        bound: Which of them it is: "memory" or "arithmetic".
         ours: By variant of ours.
         peers: By name.
         note: Why the cell could not be run, else "".
@@ -61,6 +63,7 @@ class Measured:
     tiles: str | None = None
     copies: int = 0
     sol_us: float | None = None
+    bound: str = "memory"
     ours: dict[str, Timing] = field(default_factory=dict)
     peers: dict[str, Timing] = field(default_factory=dict)
     note: str = ""

@@ -20,6 +20,13 @@ from splitkv.bench.record import HostMeasured, Measured, Timing
 PEER_ALLOWANCE = 4.0
 """A peer is no longer timed above so many error budgets: it is not held to ours, only to being right."""
 
+SHORT = 16
+"""Most query tokens of a cell that is none of chunks; on chunks larger query tiles than the default are tried too."""
+LARGE_TILE = 128
+"""Rows of those."""
+MULTIPLIED = 32
+"""Operations per byte from which on arithmetic may be the limit."""
+
 Tell = Callable[[str], None]
 Tiles = Any  # whatever Workspace.allocate takes as tiles
 
@@ -63,7 +70,8 @@ class Session:
             else (max(cell.batch for cell in cells), max(cell.longest for cell in cells) + 100)
         )
         self._buffers: dict[torch.dtype, Buffers] = {}
-        self._workspaces: dict[tuple[Any, ...], splitkv.Workspace] = {}
+        self._workspaces: dict[splitkv.WorkspaceConfig, splitkv.Workspace] = {}
+        self._rates: dict[torch.dtype, float] = {}
         # The memory is filled once, for the largest.
         for cell in cells:
             buffers = self.buffers(cell.torch_dtype)
@@ -91,14 +99,25 @@ class Session:
         """The cell on the device. All problems of a dtype lie over the same memory, which nothing writes to."""
         return build(cell, self.buffers(cell.torch_dtype), max_len=self.max_len, copies=self.copies(cell))
 
-    def workspace(self, cell: Cell, tiles: Tiles = None) -> splitkv.Workspace:
-        """The workspace for a cell's geometry: one for all cells of a geometry, unless tiles of its own are given."""
-        config = workspace_config(cell, self.max_batch_size, self.split_tokens)
+    def workspace(self, cell: Cell, tiles: Tiles = None, q_tile_rows: int | None = None) -> splitkv.Workspace:
+        """The workspace for a cell: one for all cells that ask for the same, unless tiles of its own are given."""
+        config = workspace_config(cell, self.max_batch_size, self.split_tokens, q_tile_rows)
         if tiles is not None:
             return splitkv.Workspace.allocate(config, self.device, tiles=tiles)
-        if cell.geometry not in self._workspaces:
-            self._workspaces[cell.geometry] = splitkv.Workspace.allocate(config, self.device, tiles=self.tiles)
-        return self._workspaces[cell.geometry]
+        if config not in self._workspaces:
+            self._workspaces[config] = splitkv.Workspace.allocate(config, self.device, tiles=self.tiles)
+        return self._workspaces[config]
+
+    def limit(self, problem: Problem) -> tuple[float, str]:
+        """(µs, "memory" or "arithmetic"): what a call takes that only reads what is visible, or only multiplies."""
+        read = timing.speed_of_light_us(problem.words, budget_ms=self.budget_ms, repeats=self.repeats)
+        cell = problem.cell
+        if cell.flops < MULTIPLIED * cell.kv_bytes:
+            return read, "memory"
+        if cell.torch_dtype not in self._rates:
+            self._rates[cell.torch_dtype] = timing.product_flops_per_us(cell.torch_dtype, self.device)
+        products = cell.flops / self._rates[cell.torch_dtype]
+        return (read, "memory") if read > products else (products, "arithmetic")
 
     def time(self, launch: Launch, copies: int) -> float:
         return timing.graph_time_us(launch, copies, self.device, budget_ms=self.budget_ms, repeats=self.repeats)
@@ -109,7 +128,7 @@ def decode_launch(problem: Problem, workspace: splitkv.Workspace) -> tuple[Launc
     out = torch.empty_like(problem.q)
 
     def launch(i: int) -> None:
-        splitkv.decode(problem.q, problem.views[i], workspace, out=out)
+        splitkv.decode(problem.q, problem.views[i], workspace, out=out, **problem.rules)
 
     return launch, out
 
@@ -122,16 +141,23 @@ def listed_launch(problem: Problem, workspace: splitkv.Workspace) -> tuple[Launc
     out = torch.empty_like(problem.q)
 
     def launch(i: int) -> None:
-        splitkv.decode(problem.q, views[i], workspace, out=out)
+        splitkv.decode(problem.q, views[i], workspace, out=out, **problem.rules)
 
     return launch, out
 
 
-OURS: dict[str, Callable[[Problem, splitkv.Workspace], tuple[Launch, Result]]] = {
-    "scan": decode_launch,
-    "list": listed_launch,
-}
-"""Ways in which a caller may use decode, by name; each is timed and the best is shown."""
+def ours(cell: Cell, session: Session) -> dict[str, Callable[[Problem], tuple[Launch, Result]]]:
+    """Ways in which a caller may use decode for this cell, by name; each is timed and the best is shown."""
+    ways: dict[str, Callable[[Problem], tuple[Launch, Result]]] = {
+        "scan": lambda problem: decode_launch(problem, session.workspace(cell))
+    }
+    if cell.window_left is None and cell.q_len <= SHORT:  # decode reads no list with a window, and chunks need none
+        ways["list"] = lambda problem: listed_launch(problem, session.workspace(cell))
+    if cell.q_len > SHORT:
+        ways[f"{LARGE_TILE} rows"] = lambda problem: decode_launch(
+            problem, session.workspace(cell, q_tile_rows=LARGE_TILE)
+        )
+    return ways
 
 
 def measure(
@@ -240,33 +266,37 @@ def time_decode(
     if isinstance(session.tiles, (str, os.PathLike)):
         label = os.path.basename(session.tiles)
     measured = Measured(cell, split_tokens=session.split_tokens, tiles=label)
+    ways = ours(cell, session)
     tell(f"{measured.label}: limit")
     try:
         problem = session.problem(cell)
     except (DoesNotFit, torch.cuda.OutOfMemoryError) as error:
         measured.note = f"does not fit: {_first_line(error)}"
-        for name in (*OURS, *peers.table):
+        for name in (*ways, *peers.table):
             tell(f"{measured.label}: {name} left out")
         return measured
     measured.copies = problem.copies
     if session.timed:
-        measured.sol_us = timing.speed_of_light_us(problem.words, budget_ms=session.budget_ms, repeats=session.repeats)
+        measured.sol_us, measured.bound = session.limit(problem)
     expected = expect(problem, problem.copies - 1)
-    workspace = session.workspace(cell)
-    for name, prepare in OURS.items():
+    for name, prepare in ways.items():
         tell(f"{measured.label}: ours ({name})")
-        measured.ours[name] = measure(lambda p, f=prepare: f(p, workspace), problem, expected, session)  # type: ignore[misc]
+        measured.ours[name] = measure(prepare, problem, expected, session)
     for name, peer in peers.table.items():
         tell(f"{measured.label}: {name}")
+        lacking = peers.lacks(name, problem)
+        if lacking:
+            measured.peers[name] = Timing(None, None, f"unavailable: does not take {lacking}")
+            continue
         measured.peers[name] = measure(
             peer, problem, expected, session, allowance=PEER_ALLOWANCE, unavailable=peers.unavailable
         )
     return measured
 
 
-def steps(cells: Sequence[Cell], peers: Peers) -> int:
+def steps(cells: Sequence[Cell], peers: Peers, session: Session) -> int:
     """How often `time_decode` calls `tell` over these cells."""
-    return len(cells) * (1 + len(OURS) + len(peers))
+    return sum(1 + len(ours(cell, session)) + len(peers) for cell in cells)
 
 
 def time_host(
@@ -302,17 +332,19 @@ def time_host(
         if session.device.type == "cuda":
             torch.cuda.synchronize(session.device)
 
-    def ours(i: int) -> None:
-        splitkv.decode(queries[i], problem.views[i % problem.copies], workspace)
+    def call(i: int) -> None:
+        splitkv.decode(queries[i], problem.views[i % problem.copies], workspace, **problem.rules)
 
     def host_time(call: Launch, prepare: Callable[[], None]) -> dict[str, float]:
         measured = timing.host_time_us(call, prepare, wait, calls=calls, group=group)
         return {"median": measured.median, "p90": measured.p90}
 
     tell(f"{cell.name}: host time of ours")
-    times = {"ours": host_time(ours, new_queries)}
+    times = {"ours": host_time(call, new_queries)}
     for name, peer in peers.table.items():
         tell(f"{cell.name}: host time of {name}")
+        if peers.lacks(name, problem):
+            continue
         try:
             launch, _ = peer(problem)
             times[name] = host_time(lambda i, f=launch: f(i % problem.copies), lambda: None)  # type: ignore[misc]
@@ -321,10 +353,9 @@ def time_host(
     return HostMeasured(cell, 0, times)
 
 
-def dry_run(
-    cells: Iterable[Cell], device: torch.device | str, peers: Peers, *, split_tokens: int | None = None, tell: Tell
-) -> list[Measured]:
-    """Every kind of cell in small, answers only: what works without a GPU."""
+def dry_session(
+    cells: Iterable[Cell], device: torch.device | str, *, split_tokens: int | None = None
+) -> tuple[list[Cell], Session]:
+    """Every kind of cell in small, and a session that only checks answers: what works without a GPU."""
     small = [cell.shrunk() for cell in cells]
-    session = Session(small, device, split_tokens=split_tokens, timed=False)
-    return [time_decode(cell, session=session, peers=peers, tell=tell) for cell in small]
+    return small, Session(small, device, split_tokens=split_tokens, timed=False)

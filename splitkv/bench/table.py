@@ -81,7 +81,7 @@ def main_table(record: Record, figures: Figures | None = None) -> TextTable:
             (
                 measured.label,
                 size_text(measured.cell.kv_bytes),
-                us_text(measured.sol_us),
+                us_text(measured.sol_us) + (" (arithmetic)" if measured.bound == "arithmetic" else ""),
                 shown,
                 f"{measured.sol_us / ours.us:.2f}" if measured.sol_us is not None and ours.us is not None else "–",
                 f"{us_text(rival[1])} {rival[0]}" if rival else "–",
@@ -179,7 +179,12 @@ def notes(record: Record) -> list[str]:
         for name, timing in measured.peers.items():
             if timing.us is None and timing.note != "not timed":
                 found.setdefault((name, timing.note), []).append(measured.label)
-    return [f"{name}: {note} ({', '.join(labels)})" for (name, note), labels in found.items()]
+    lines = [f"{name}: {note} ({', '.join(labels)})" for (name, note), labels in found.items()]
+    if any(measured.bound == "arithmetic" for measured in record.cells):
+        lines.append(
+            "limits of arithmetic: a matrix product by cuBLAS of as many operations as the cell's products have"
+        )
+    return lines
 
 
 def run_text(record: Record) -> list[str]:

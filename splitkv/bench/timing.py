@@ -100,6 +100,13 @@ def speed_of_light_us(buffers: Sequence[Tensor], *, budget_ms: float = 30.0, rep
     return min(times)
 
 
+def product_flops_per_us(dtype: torch.dtype, device: torch.device, size: int = 8192) -> float:
+    """Operations per microsecond of a square matrix product in PyTorch, timed as a decode is timed."""
+    a, b = torch.randn(2, size, size, dtype=dtype, device=device)
+    out = torch.empty_like(a)
+    return 2 * size**3 / graph_time_us(lambda i: torch.mm(a, b, out=out), 1, device)
+
+
 def wake(buffers: Sequence[Tensor], seconds: float = 0.3) -> None:
     """Keep the GPU busy for a while, so that its clocks are up before the first measurement."""
     device = buffers[0].device

@@ -1,4 +1,4 @@
-"""Kernels that write boolean masks."""
+"""Kernels that write masks: boolean ones, and tree masks in words of 32 bits."""
 
 import triton
 import triton.language as tl
@@ -95,4 +95,98 @@ def position_mask_kernel(
         out_ptr + (row.to(tl.int64) * stride_out_batch)[:, None] + index[None, :],
         (position[:, None] >= index[None, :]).to(tl.uint8),
         mask=live[:, None] & (index < total_len)[None, :],
+    )
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "q_len", "stride_mask_batch", "stride_mask_row", "stride_mask_column", "stride_out_batch",
+        "stride_out_row",
+    ]
+)  # fmt: skip
+def pack_tree_mask_kernel(
+    out_ptr,
+    mask_ptr,
+    rows: tl.int32,
+    q_len: tl.int32,
+    stride_mask_batch: tl.int64,
+    stride_mask_row: tl.int64,
+    stride_mask_column: tl.int64,
+    stride_out_batch: tl.int64,
+    stride_out_row: tl.int64,
+    BLOCK_R: tl.constexpr,
+):
+    """Pack 32 cells of each row into a word; cells past the last are 0.
+
+    Grid: (ceil(rows / BLOCK_R), words). A row is draft token row % q_len of request row // q_len.
+
+    Reads:  mask [rows, q_len] uint8, 0 or not
+    Writes: out [rows, words] int32
+    """
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    word = tl.program_id(1)
+    bit = tl.arange(0, 32)
+    column = word * 32 + bit
+    live = row < rows
+    b = (row // q_len).to(tl.int64)
+    token = (row % q_len).to(tl.int64)
+    cells = tl.load(
+        mask_ptr
+        + (b * stride_mask_batch + token * stride_mask_row)[:, None]
+        + (column.to(tl.int64) * stride_mask_column)[None, :],
+        mask=live[:, None] & (column < q_len)[None, :],
+        other=0,
+    )
+    # Each bit is added once, so that the sum is their union.
+    words = tl.sum((cells != 0).to(tl.int32) << bit[None, :], 1)
+    tl.store(out_ptr + b * stride_out_batch + token * stride_out_row + word, words, mask=live)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows", "q_len", "words", "stride_parents_batch", "stride_parents_node", "stride_out_batch", "stride_out_row",
+    ]
+)  # fmt: skip
+def tree_mask_from_parents_kernel(
+    out_ptr,
+    parents_ptr,
+    rows: tl.int32,
+    q_len: tl.int32,
+    words: tl.int32,
+    stride_parents_batch: tl.int64,
+    stride_parents_node: tl.int64,
+    stride_out_batch: tl.int64,
+    stride_out_row: tl.int64,
+    BLOCK_R: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Write which nodes lie on each node's way to its root: itself, its parent, the parent's parent, …
+
+    Grid: (ceil(rows / BLOCK_R), ceil(words / BLOCK_W)). A row is node row % q_len of request row // q_len.
+
+    A parent lies before its child; whatever else an entry holds makes its node a root. So every step of a way leads to
+    a smaller index, and no way is endless or leaves the tensor.
+
+    Reads:  parents [rows] int32 or int64
+    Writes: out [rows, words] int32
+    """
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    word = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    live = row < rows
+    b = (row // q_len).to(tl.int64)
+    token = row % q_len
+    seen = tl.zeros([BLOCK_R, BLOCK_W], tl.int32)
+    node = tl.where(live, token, -1)
+    while tl.max(node, 0) >= 0:
+        on_way = node >= 0
+        here = on_way[:, None] & (word[None, :] == (node // 32)[:, None])
+        seen = seen | tl.where(here, (1 << (tl.where(on_way, node, 0) % 32))[:, None], 0)
+        parent = tl.load(
+            parents_ptr + b * stride_parents_batch + node.to(tl.int64) * stride_parents_node, mask=on_way, other=-1
+        )
+        node = tl.where((parent >= 0) & (parent < node), parent, -1).to(tl.int32)
+    tl.store(
+        out_ptr + (b * stride_out_batch + token.to(tl.int64) * stride_out_row)[:, None] + word[None, :],
+        seen,
+        mask=live[:, None] & (word < words)[None, :],
     )

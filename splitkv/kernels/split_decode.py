@@ -127,6 +127,7 @@ def split_decode_kernel(
     shares: tl.int32,
     heaviest: tl.int32,
     has_lse: tl.int32,
+    tree_len: tl.int32,
     shard_first: tl.int32,
     shard_step: tl.int32,
     sm_scale: tl.float32,
@@ -506,19 +507,20 @@ def split_decode_kernel(
                 if FIRST_KEYS or HAS_WINDOW:
                     seen = seen & (key[None, :] >= first_key[:, None])
                 if tree_ptr is not None:
+                    # Lengths on the device may exceed the mask's: bits that it lacks are 0.
                     draft = key - first_position
                     if SHARDED:
                         draft = key_first + key * shard_step - first_position
-                    is_draft = in_part & (draft >= 0)
+                    in_tree = in_part & (draft >= 0) & (draft < tree_len)
                     word = tl.load(
                         tree_ptr
                         + b.to(tl.int64) * stride_tree_batch
                         + token.to(tl.int64)[:, None] * stride_tree_row
                         + (draft // 32)[None, :],
-                        mask=row_live[:, None] & is_draft[None, :],
-                        other=-1,
+                        mask=(row_live & (token < tree_len))[:, None] & in_tree[None, :],
+                        other=0,
                     )
-                    seen = seen & (((word >> tl.where(is_draft, draft % 32, 0)[None, :]) & 1) != 0)
+                    seen = seen & ((draft < 0)[None, :] | (((word >> (draft & 31)[None, :]) & 1) != 0))
             scores = tl.where(seen, scores, float("-inf"))
 
             new_max = tl.maximum(row_max, tl.max(scores, 1))

@@ -7,6 +7,8 @@ import torch
 from support import WHOLE, Cut, assert_cut, assert_rows, attend, each_way, index_probe, ints, view_of
 
 import splitkv
+from splitkv.api import plan_decode
+from splitkv.schedule import Partition, Request
 
 INF = math.inf
 
@@ -55,6 +57,91 @@ def test_window_of_each_draft_row(device, cut, layout):
     result = attend(q, kv, cut, window_left=2, qo_indptr=ints([0, 3, 4, 4], device), given=True)
     ln3 = math.log(3)
     assert_rows(result, [[6.0], [7.0], [8.0], [8.0], [0.0]], [[ln3], [ln3], [ln3], [ln3], [-INF]])
+
+
+@each_way(tokens=3)
+def test_window_without_a_right_bound(device, cut, layout):
+    """Case 20 without causality: each query token sees its window and all that follows."""
+    kv = view_of(layout, *index_probe(device, 1, 10), [10])
+    q = torch.randn(1, 3, 1, 16, device=device)
+    result = attend(q, kv, cut, window_left=2, causal=False)
+    assert_cut(result, cut, 10, all_seen=False)
+    assert_rows(result, [[[7.0], [7.5], [8.0]]], [[[math.log(5)], [math.log(4)], [math.log(3)]]])
+
+
+@pytest.mark.parametrize("cut", [WHOLE, Cut(num_splits=2), Cut(split_tokens=2)], ids=str)
+def test_window_of_a_tree(device, cut):
+    """Cases 20 and 25: a window goes by positions, also where a tree says who sees whom."""
+    kv = view_of("paged", *index_probe(device, 1, 7), [7])
+    mask = ints([[[word] for word in TREE]], device)
+    result = attend(torch.randn(1, 4, 1, 16, device=device), kv, cut, tree_mask=mask, window_left=2)
+    # Node i stands at 3 + i and sees from 1 + i on: 1 2 3; 2 3 4; 3 5; 4, which is no ancestor of node 3, 5 6.
+    assert_rows(result, [[[2.0], [3.0], [4.0], [5.5]]], [[[math.log(n)] for n in (3, 3, 2, 2)]])
+
+
+@each_way(tokens=2)
+def test_alibi(device, cut, layout):
+    """Each head's slope times the distance of the positions, to both sides, is taken from the scaled scores."""
+    k, v = index_probe(device, 1, 5)
+    kv = view_of(layout, k, v, [5])
+    slopes = torch.tensor([0.5, 0.0, 2.0], device=device)
+    q = torch.randn(1, 2, 3, 16, device=device)
+    key = torch.arange(5, dtype=torch.float64)
+    for causal in (True, False):
+        result = attend(q, kv, cut, alibi_slopes=slopes, causal=causal)
+        assert_cut(result, cut, 5)
+        outs, lses = torch.empty(1, 2, 3, dtype=torch.float64), torch.empty(1, 2, 3, dtype=torch.float64)
+        for row, position in enumerate((3, 4)):
+            for head, slope in enumerate(slopes.tolist()):
+                scores = -slope * (key - position).abs()
+                seen = scores[: position + 1] if causal else scores
+                lses[0, row, head] = torch.logsumexp(seen, dim=0)
+                outs[0, row, head] = torch.softmax(seen, dim=0) @ key[: len(seen)]
+        assert_rows(result, outs, lses)
+
+
+@pytest.mark.parametrize("cut", [Cut(num_splits=1), Cut(num_splits=3), Cut(split_tokens=64), Cut()], ids=str)
+@pytest.mark.parametrize("q_len", [1, 3, 40])
+def test_window_costs_what_its_keys_cost(device, cut, q_len):
+    """A window of 128 at 128k tokens: all other pages are evicted, and no more keys are attended than at 128 tokens."""
+    length, page_size, window_left, group = 2**17, 16, 127, 2
+    live = math.ceil((window_left + q_len) / page_size) + 1
+    first = length // page_size - live
+    k = torch.zeros(live, page_size, 1, 16, device=device)
+    v = torch.arange(first * page_size, length, device=device, dtype=torch.float32)
+    v = v.view(live, page_size, 1, 1).repeat(1, 1, 1, 16)
+    left_of_the_window = first * page_size + torch.arange(live * page_size) < length - q_len - window_left
+    for cache, poison in ((k, math.nan), (v, INF)):
+        cache.view(-1, 16)[left_of_the_window.to(device)] = poison
+    table = torch.full((1, length // page_size), -1, dtype=torch.int32, device=device)
+    table[0, first:] = torch.arange(live, device=device)
+    kv = splitkv.PagedKV(k, v, table, ints([length], device))
+    q = torch.randn(1, q_len, group, 16, device=device)
+    result = attend(q, kv, cut, window_left=window_left)
+    position = length - q_len + torch.arange(q_len, dtype=torch.float64)
+    means = (position - window_left / 2)[:, None].expand(q_len, group)
+    assert_rows(result, means, math.log(window_left + 1))
+
+    def partition(seq_len, q_len):
+        kv = splitkv.ContiguousKV(k[:1], v[:1], ints([seq_len], device))  # lengths count, and no key is read
+        q = torch.zeros(1, q_len, group, 16, device=device)
+        rules = dict(window_left=window_left, num_splits=cut.num_splits)
+        launch = plan_decode(q, kv, result.scratch.workspace, **rules).launches[0]
+        found = Partition.of_launch(launch.operands, launch.constants)
+        return found, list(found.stretches([Request(seq_len, q_len)]))
+
+    schedule, stretches = partition(length, q_len)
+    tiles = schedule.request_work(Request(length, q_len))[0]
+    # Each tile has its rows' windows, which lie a token apart, and nothing more.
+    tokens_of_tile = min(q_len, (schedule.block_m - 1) // group + 1)
+    attended = sum(stretch.tokens for stretch in stretches)
+    assert window_left + q_len <= attended <= tiles * (window_left + tokens_of_tile)
+    assert min(stretch.low for stretch in stretches if stretch.tokens) >= length - q_len - window_left
+    # As many as where the cache holds no more than the window and the query tokens.
+    _, short = partition(window_left + q_len, q_len)
+    assert sum(stretch.tokens for stretch in short) == attended
+    if cut.num_splits is None and cut.split_tokens is None:
+        assert max(stretch.share for stretch in stretches) == max(stretch.share for stretch in short)
 
 
 @each_way(tokens=1, splits=2)
@@ -187,6 +274,46 @@ def test_tree_mask(device, cut, layout):
         torch.randn(6, 2, 16, device=device), kv, cut, tree_mask=mask, qo_indptr=ints([0, 4, 6], device), given=True
     )
     assert_rows(result, [[mean] for mean in [*TREE_MEANS, 1.5, 2.0]], [*logs, [math.log(4)], [math.log(5)]])
+
+
+@pytest.mark.parametrize("cut", [WHOLE, Cut(num_splits=3)], ids=str)
+def test_query_tokens_past_the_tree_mask(device, cut, monkeypatch):
+    """Bits that a mask lacks, because lengths on the device exceed it, are 0, whatever lies behind it in memory."""
+    kv = view_of("paged", *index_probe(device, 2, 7), [7, 7])
+    q = torch.randn(8, 9, 16, device=device)
+    rules = dict(qo_indptr=ints([0, 4, 8], device))
+    everything = torch.full((64,), -1, dtype=torch.int32, device=device)
+    # Tokens 2 and 3 have no row: they see the three keys before the tree, and 0 and 1 do not see them.
+    mask = everything[8:12].view(2, 2, 1)
+    means, counts = [2.0, 2.0, 1.0, 1.0], [5, 5, 3, 3]
+    result = attend(q, kv, cut, tree_mask=mask, **rules)
+    want = torch.tensor(means * 2, dtype=torch.float64)[:, None].expand(8, 9)
+    assert_rows(result, want, torch.tensor(counts * 2).double().log()[:, None].expand(8, 9))
+    # None at all has a row.
+    result = attend(q, kv, cut, tree_mask=everything[:0].view(2, 0, 0), **rules)
+    assert_rows(result, 1.0, math.log(3))
+    monkeypatch.setenv("SPLITKV_DEBUG", "1")
+    with pytest.raises(ValueError, match=r"tree_mask: expected max_q_len ≥ 4 \(query tokens of row 0\), given 2"):
+        attend(q, kv, cut, tree_mask=mask, **rules)
+
+
+@pytest.mark.parametrize("writer", ["parents", "mask"])
+@pytest.mark.parametrize("cut", [WHOLE, Cut(num_splits=3)], ids=str)
+def test_tree_mask_that_was_written(device, cut, writer):
+    """Cases 25 and 26: the words of both writers give decode the tree, also of a padded request with fewer nodes."""
+    batch, q_len = 2, 4
+    mask = torch.full(splitkv.masks.tree_mask_shape(batch, q_len), -1, dtype=torch.int32, device=device)
+    if writer == "parents":
+        splitkv.masks.tree_mask_from_parents(ints([[-1, 0, 0, 2], [-1, 0, -1, -1]], device), mask)
+    else:
+        sees = torch.tensor([[(word >> j) & 1 for j in range(q_len)] for word in TREE], device=device).bool()
+        chain = torch.ones(q_len, q_len, dtype=torch.bool, device=device).tril()
+        splitkv.masks.pack_tree_mask(torch.stack([sees, chain]), mask)
+    kv = view_of("paged", *index_probe(device, batch, 7), [7, 5])
+    q = torch.randn(6, 2, 16, device=device)
+    result = attend(q, kv, cut, tree_mask=mask, qo_indptr=ints([0, 4, 6], device))
+    logs = [[math.log(n)] for n in (*TREE_COUNTS, 4, 5)]
+    assert_rows(result, [[mean] for mean in [*TREE_MEANS, 1.5, 2.0]], logs)
 
 
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
