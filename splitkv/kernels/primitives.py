@@ -349,7 +349,7 @@ def round_to(x, dtype: tl.constexpr, WIDEN: tl.constexpr):
     WIDEN: under Triton's interpreter, which cuts the lower bits off where dtype is bfloat16; they are rounded away
         before.
     """
-    if WIDEN:
+    if WIDEN and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
