@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -155,8 +155,8 @@ def decode(
             as 0: those tokens see the keys before the query tokens alone, and no token sees them.
         num_splits: Force every tile into that many parts, part p of n being tokens p · len // n … (p + 1) · len // n.
             None: as the workspace's split_tokens says, or balanced over the GPU.
-        out: [*q.shape[:-1], head_dim_v] of the workspace's dtype, any strides with the last 1. None: a view of
-            workspace.out, valid until the next call on that workspace.
+        out: [*q.shape[:-1], head_dim_v] of the workspace's dtype, or float32 for a result that is to be merged; any
+            strides with the last 1. None: a view of workspace.out, valid until the next call on that workspace.
         lse: q.shape[:-1] float32, any strides: filled with the natural log-sum-exp of each row's scores, without the
             sink.
 
@@ -439,6 +439,30 @@ def _check_heads(name: str, value: object, rows: Tensor, of: str, *dtypes: torch
     return value
 
 
+def check_sinks(sinks: object, q: Tensor, dtype: torch.dtype) -> None:
+    """Check sinks of all heads of q."""
+    _check_heads("sinks", sinks, q, "q", torch.float32, dtype)
+
+
+def check_out(out: object, shape: Sequence[int], q: Tensor, dtype: torch.dtype) -> None:
+    """Check a tensor that an output of this shape will be written to, of this dtype or float32."""
+    out = checks.check_tensor("out", out)
+    checks.check_dtype("out", out, *dict.fromkeys((dtype, torch.float32)))
+    checks.check_shape("out", out, shape)
+    checks.check_device("out", out, q.device, "q")
+    checks.check_last_stride("out", out)
+    checks.check_no_overlap("out", out)
+
+
+def check_lse(lse: object, shape: Sequence[int], q: Tensor) -> None:
+    """Check a tensor that log-sum-exps of this shape will be written to."""
+    lse = checks.check_tensor("lse", lse)
+    checks.check_dtype("lse", lse, torch.float32)
+    checks.check_shape("lse", lse, shape)
+    checks.check_device("lse", lse, q.device, "q")
+    checks.check_no_overlap("lse", lse)
+
+
 def plan_decode(
     q: Tensor,
     kv: KVView,
@@ -503,7 +527,7 @@ def plan_decode(
     if softcap is not None:
         softcap = checks.check_finite("softcap", softcap, above=0.0)
     if sinks is not None:
-        _check_heads("sinks", sinks, q, "q", torch.float32, config.dtype)
+        check_sinks(sinks, q, config.dtype)
     if alibi_slopes is not None:
         _check_heads("alibi_slopes", alibi_slopes, q, "q", torch.float32)
     if tree_mask is not None:
@@ -528,6 +552,8 @@ def plan_decode(
             checks.check_index_vector(name, vector, q.device, "q", least=batch)
         if kv.addressing.kind not in (PAGED, CSR):
             raise TypeError(f"kv: expected a PagedKV, whose requests can share pages, given {type(kv).__name__}")
+        if kv.positions is not None:
+            raise ValueError("kv: expected a view of whole sequences, given a shard")
 
     if checks.debugging() and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         q_lens = [q_len] * batch
@@ -550,22 +576,13 @@ def plan_decode(
     head_dim_v = kv.head_dim_v
     out_shape = (*q.shape[:-1], head_dim_v)
     if out is None:
-        out = _view_of(workspace.out, "out", out_shape)
+        out = view_of(workspace.out, "out", out_shape)
     else:
-        out = checks.check_tensor("out", out)
-        checks.check_dtype("out", out, config.dtype)
-        checks.check_shape("out", out, out_shape)
-        checks.check_device("out", out, q.device, "q")
-        checks.check_last_stride("out", out)
-        checks.check_no_overlap("out", out)
+        check_out(out, out_shape, q, config.dtype)
     if lse is not None:
-        lse = checks.check_tensor("lse", lse)
-        checks.check_dtype("lse", lse, torch.float32)
-        checks.check_shape("lse", lse, q.shape[:-1])
-        checks.check_device("lse", lse, q.device, "q")
-        checks.check_no_overlap("lse", lse)
+        check_lse(lse, q.shape[:-1], q)
     elif want_lse:
-        lse = _view_of(workspace.lse, "lse", q.shape[:-1])
+        lse = view_of(workspace.lse, "lse", q.shape[:-1])
 
     # The kernels.
     tile_sizes.check_dtype(workspace.target, config.dtype)
@@ -617,7 +634,10 @@ def plan_decode(
             batch, q_tiles, total_q, _vector(ALIGNED_BYTES, q), kv_vector, stride_k == stride_v
         )  # fmt: skip
     else:
-        variant = form.choose(batch, q_tiles, _vector(ALIGNED_BYTES, q, out), kv_vector, stride_k == stride_v)
+        # As many elements of out as of q, which may be wider.
+        out_bytes = ALIGNED_BYTES * out.element_size() // q.element_size()
+        q_vector = min(_vector(ALIGNED_BYTES, q), _vector(out_bytes, out))
+        variant = form.choose(batch, q_tiles, q_vector, kv_vector, stride_k == stride_v)
     out_strides = _row_strides(out, ragged, last=True)
     lse_strides = (0, 0, 0) if lse is None else _row_strides(lse, ragged, last=False)
     scale_strides = [
@@ -635,8 +655,8 @@ def plan_decode(
         alibi_ptr=alibi_slopes,
         tree_ptr=tree_mask,
         members_ptr=None,
-        shard_lens_ptr=None,
-        shard_starts_ptr=None,
+        shard_lens_ptr=None if kv.positions is None else kv.positions.seq_lens,
+        shard_starts_ptr=None if kv.positions is None else kv.positions.starts,
         group_ids_ptr=group_ids,
         prefix_lens_ptr=prefix_lens,
         whole_out_ptr=None,
@@ -654,8 +674,8 @@ def plan_decode(
         heaviest=max(1, MAX_SPAN // max(q_tiles, 1)),
         has_lse=int(lse is not None),
         tree_len=0 if tree_mask is None else tree_mask.shape[1],
-        shard_first=0,
-        shard_step=1,
+        shard_first=0 if kv.positions is None else kv.positions.first,
+        shard_step=1 if kv.positions is None else kv.positions.step,
         shared_shares=0,
         shared_heaviest=1,
         sm_scale=score_scale,
@@ -852,7 +872,7 @@ def _shared_launches(
     return (find, attend_shared, attend_own, merge) if variant.q_tiles else (merge,)
 
 
-def _view_of(buffer: Tensor, name: str, shape: tuple[int, ...] | torch.Size) -> Tensor:
+def view_of(buffer: Tensor, name: str, shape: tuple[int, ...] | torch.Size) -> Tensor:
     """The first elements of a workspace buffer in this shape."""
     needed = 1
     for size in shape:
@@ -894,8 +914,8 @@ def merge(
         lses: [n, …, heads] float32, any strides likewise.
         indptr: [rows + 1] int32, read on the device: row r is merged from partials indptr[r] … indptr[r + 1] of outs,
             so that rows may have different numbers of them, or none. None: each row has n.
-        sinks: [heads] float32 or the dtype of outs: a logit per head, in natural units whatever the base, that joins
-            the denominator (not the returned lse).
+        sinks: [heads] float32 or the dtype of outs or out: a logit per head, in natural units whatever the base, that
+            joins the denominator (not the returned lse).
         lse_base: Of lses and lse: math.e, as decode's, or 2, as FlashInfer's.
         lse_layout: "NH": lses and lse have the heads last; "HN": last but one, [n, …, heads, rows] and
             […, heads, rows], as FlashAttention's.
@@ -942,7 +962,8 @@ def merge(
     if sinks is not None:
         if outs.dim() < 3:
             raise ValueError(f"sinks: expected outs with a dimension of heads, given {checks.shape_text(outs.shape)}")
-        _check_heads("sinks", sinks, outs, "outs", torch.float32, outs.dtype)
+        also = {outs.dtype: None} | ({out.dtype: None} if isinstance(out, Tensor) and out.dtype in DTYPES else {})
+        _check_heads("sinks", sinks, outs, "outs", *{torch.float32: None, **also})
     out_shape: tuple[int, ...] = outs.shape[1:]
     if indptr is not None:
         checks.check_index_vector("indptr", indptr, outs.device, "outs", least=1)

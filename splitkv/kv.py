@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from splitkv.config import MAX_HEAD_DIM, QUANTIZED_DTYPES, cdiv
 from splitkv.work_list import Schedule
 
 MAX_TOKENS = 2**30  # longer lengths are clamped to it: sums of two still fit 32 bits
+
+View = TypeVar("View", bound="KVView")
 
 # Kinds of addressing, as the kernels know them.
 PAGED = 0  # page_table[row, t // page_size] is the page of token t
@@ -37,7 +40,7 @@ FORMATS = {
 # The kernels' names of a view's tensors.
 OPERANDS = (
     "k_ptr", "v_ptr", "lens_ptr", "indptr_ptr", "table_ptr", "rows_ptr", "kv_start_ptr", "list_ptr", "k_scale_ptr",
-    "v_scale_ptr",
+    "v_scale_ptr", "shard_lens_ptr", "shard_starts_ptr",
 )  # fmt: skip
 
 
@@ -105,6 +108,24 @@ class Scale:
         return self.number, self.tensor is None, self.strides, self.per_token
 
 
+@dataclass(frozen=True)
+class Positions:
+    """Where the tokens of a view stand in the longer sequences that they are a shard of.
+
+    Token j of request b stands at starts[b] + j, or without starts at first + j · step.
+
+    Attributes:
+        seq_lens: [≥ batch] int32 lengths of the whole sequences.
+        starts: [≥ batch] int32, or None.
+        first, step: Where a view's first token stands, and how far apart neighbours are.
+    """
+
+    seq_lens: Tensor
+    starts: Tensor | None
+    first: int
+    step: int
+
+
 def _check_cache(name: str, cache: object, rank: int) -> Tensor:
     cache = checks.check_tensor(name, cache)
     checks.check_rank(name, cache, rank)
@@ -138,6 +159,7 @@ class KVView:
         kv_start: [≥ batch] int32, tokens before it are invisible; None for 0.
         len_hint: Typical length in tokens, or None. May steer tile sizes, never results.
         schedule: A `Schedule` that saves decode its prefix sum over the lengths, or None.
+        positions: Where the tokens stand in longer sequences, or None where the view holds those whole (see `shard`).
         addressing: Where tokens lie, as the kernels take it.
         tensors: Every tensor that decode may read of it, in the order of `OPERANDS`.
         form: All that decode's checks and constants depend on, addresses aside.
@@ -156,6 +178,7 @@ class KVView:
     kv_start: Tensor | None
     len_hint: int | None
     schedule: Schedule | None
+    positions: Positions | None
     addressing: Addressing
     tensors: tuple[Tensor | None, ...]
     form: tuple[Hashable, ...]
@@ -175,6 +198,7 @@ class KVView:
         # A quantised cache is bytes to the kernels, on whatever GPU: its dtype is a constant of theirs.
         k, v = (cache.view(torch.uint8) if self.quantized else cache for cache in (self.k, self.v))
         k_scale, v_scale = self.scales
+        stand = self.positions
         self.tensors = (
             k,
             None if self.latent else v,
@@ -186,6 +210,8 @@ class KVView:
             written,
             k_scale.tensor,
             None if self.latent else v_scale.tensor,
+            None if stand is None else stand.seq_lens,
+            None if stand is None else stand.starts,
         )
         self.form = (
             where.kind,
@@ -208,6 +234,7 @@ class KVView:
             self.len_hint,
             # Which of a schedule's limits a call keeps decides whether it reads the list.
             None if self.schedule is None else (self.schedule.max_batch_size, self.schedule.config.max_q_tiles),
+            None if stand is None else (stand.first, stand.step, stand.starts is None),
         )
 
     def _hold(
@@ -234,6 +261,52 @@ class KVView:
             if schedule.device != k.device:
                 raise ValueError(f"schedule: expected device {k.device} (that of the cache), given {schedule.device}")
         self.rows, self.kv_start, self.len_hint, self.schedule = rows, kv_start, len_hint, schedule
+        self.positions = None
+
+    def shard(
+        self: View, seq_lens: Tensor, *, starts: Tensor | None = None, rank: int | None = None, size: int | None = None
+    ) -> View:
+        """This view as a shard of longer sequences, of which other devices or calls attend the rest.
+
+        `splitkv.decode` attends a shard's own tokens alone, each by its position in the whole sequence: causal,
+        window_left, alibi_slopes and tree_mask mean what they mean there. Results of all shards, made without sinks,
+        merge into that of the whole (`splitkv.merge`, `splitkv.distributed.decode`). Lengths and kv_start of the view
+        count its own tokens.
+
+        >>> k = torch.zeros(2, 32, 2, 64)
+        >>> kv = ContiguousKV(k, k.clone(), torch.tensor([20, 7], dtype=torch.int32))
+        >>> shard = kv.shard(torch.tensor([60, 14], dtype=torch.int32), rank=0, size=3)  # tokens 0, 3, 6, …
+        >>> shard.positions.step
+        3
+
+        Args:
+            seq_lens: [≥ batch] int32, tokens of the whole sequences, the current ones included.
+            starts: [≥ batch] int32, position of the view's first token of each request: contiguous shards.
+            rank, size: Token j of every request stands at position rank + j · size: shards in turn.
+
+        Raises:
+            TypeError, ValueError: naming the argument; also where not exactly one of both forms is given.
+        """
+        checks.check_index_vector("seq_lens", seq_lens, self.device, "the view")
+        if (starts is None) == (rank is None and size is None):
+            raise ValueError(
+                f"starts: expected either starts, or rank and size, given {'neither' if starts is None else 'both'}"
+            )
+        first, step = 0, 1
+        if starts is not None:
+            checks.check_index_vector("starts", starts, self.device, "the view")
+        else:
+            checks.require_int("size", size, 1)
+            assert size is not None
+            checks.require_int("rank", rank, 0, size - 1)
+            assert rank is not None
+            first, step = rank, size
+        view = object.__new__(type(self))
+        sealed = ("addressing", "tensors", "form")
+        view.__dict__.update((name, value) for name, value in self.__dict__.items() if name not in sealed)
+        view.positions = Positions(seq_lens, starts, first, step)
+        view._seal(self.addressing)
+        return view
 
     def _hold_scales(
         self,
@@ -281,6 +354,10 @@ class KVView:
             limits.append(("k", self.k.shape[0]))
         if self.kv_start is not None:
             limits.append(("kv_start", self.kv_start.shape[0]))
+        if self.positions is not None:
+            limits.append(("seq_lens", self.positions.seq_lens.shape[0]))
+            if self.positions.starts is not None:
+                limits.append(("starts", self.positions.starts.shape[0]))
         return limits
 
     @property
@@ -314,6 +391,8 @@ class KVView:
             checks.check_values("rows", rows, 0, entries.shape[0] - 1)
         starts = [0] * batch if self.kv_start is None else self.kv_start[:batch].tolist()
         checks.check_values("kv_start", starts, 0)
+        if self.positions is not None:
+            self._check_positions(batch)
         bounds: list[int] = []
         if where.indptr is not None:
             bounds = where.indptr[: batch + 1].tolist()
@@ -333,7 +412,7 @@ class KVView:
         if where.table is None:
             return
         for b, (row, start, seq_len, q_len) in enumerate(zip(rows, starts, lens, q_lens, strict=True)):
-            low = start if window_left is None else max(start, seq_len - q_len - window_left)
+            low = start if window_left is None else max(start, self._first_seen(b, seq_len, q_len, window_left))
             first, last = max(low, 0) // where.page_size, cdiv(seq_len, where.page_size)
             if q_len == 0 or last <= first:
                 continue
@@ -348,6 +427,45 @@ class KVView:
                         f"{'page_table' if where.kind == PAGED else 'page_indices'}: expected page ids in 0…"
                         f"{self.k.shape[0] - 1} for the {seq_len} tokens of row {b}, given {page} for its page {place}"
                     )
+
+    def lengths(self, batch: int) -> list[int]:
+        """Read back how many tokens the view has of each request, clamped as the kernels clamp it."""
+        where = self.addressing
+        lens = [] if where.lens is None else where.lens[:batch].tolist()
+        if where.indptr is None:
+            return [min(max(n, 0), where.capacity) for n in lens]
+        edges = [min(max(edge, 0), where.capacity) for edge in where.indptr[: batch + 1].tolist()]
+        counts = [max(last - first, 0) for first, last in pairwise(edges)]
+        if where.kind == RAGGED:
+            return counts
+        return [
+            (count - 1) * where.page_size + min(max(tail, 0), where.page_size) if count else 0
+            for count, tail in zip(counts, lens, strict=True)
+        ]
+
+    def _first_seen(self, b: int, seq_len: int, q_len: int, window_left: int) -> int:
+        """The first of request b's tokens that a window lets its query tokens see."""
+        if self.positions is None:
+            return seq_len - q_len - window_left
+        stand = self.positions
+        start = stand.first if stand.starts is None else int(stand.starts[b])
+        return cdiv(int(stand.seq_lens[b]) - q_len - window_left - start, stand.step)
+
+    def _check_positions(self, batch: int) -> None:
+        """Raise where a token of a shard would stand past the end of its sequence."""
+        stand = self.positions
+        assert stand is not None
+        totals = stand.seq_lens[:batch].tolist()
+        starts = [stand.first] * batch if stand.starts is None else stand.starts[:batch].tolist()
+        checks.check_values("seq_lens", totals, 0)
+        checks.check_values("starts", starts, 0)
+        for b, (count, start, total) in enumerate(zip(self.lengths(batch), starts, totals, strict=True)):
+            end = start + (count - 1) * stand.step + 1 if count else 0
+            if end > total:
+                raise ValueError(
+                    f"seq_lens: expected at least {end} in row {b}, whose shard of {count} tokens ends there, "
+                    f"given {total}"
+                )
 
     def check_shared(
         self, group_ids: Sequence[int], prefix_lens: Sequence[int], q_lens: Sequence[int], window_left: int | None
@@ -369,12 +487,7 @@ class KVView:
         rows = range(batch) if self.rows is None else self.rows[:batch].tolist()
         bounds = [] if where.indptr is None else where.indptr[: batch + 1].tolist()
         starts = [0] * batch if self.kv_start is None else self.kv_start[:batch].tolist()
-        lens = [] if where.lens is None else where.lens[:batch].tolist()
-        if where.kind == CSR:
-            lens = [
-                (last - first - 1) * where.page_size + tail if last > first else 0
-                for (first, last), tail in zip(pairwise(bounds), lens, strict=True)
-            ]
+        lens = self.lengths(batch)
         firsts: dict[int, int] = {}
         for b, group in enumerate(group_ids):
             if group < 0:

@@ -40,6 +40,16 @@ def _pool_range(indptr: Tensor, b: int, capacity: int) -> tuple[int, int]:
     return first, min(max(int(indptr[b + 1]), first), capacity)
 
 
+def token_positions(kv: Any, b: int, seq_len: int, device: torch.device) -> tuple[int, Tensor]:
+    """(length of request b's whole sequence, where each of the view's seq_len tokens stands in it)."""
+    tokens = torch.arange(seq_len, device=device)
+    stand = getattr(kv, "positions", None)
+    if stand is None:
+        return seq_len, tokens
+    start = stand.first if stand.starts is None else min(max(int(stand.starts[b]), 0), 2**30)
+    return min(max(int(stand.seq_lens[b]), 0), 2**30), start + tokens * stand.step
+
+
 def gather(kv: Any, b: int, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """K [tokens, num_kv_heads, head_dim] and V [tokens, num_kv_heads, head_dim_v] of request b at these token indices.
 
@@ -84,27 +94,33 @@ def visible(
     causal: bool = True,
     window_left: int | None = None,
     tree_mask: Tensor | None = None,
+    total: int | None = None,
+    stands: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
     """[q_len, seq_len] bool: which keys each query token sees.
 
     Args:
         q_len, seq_len: Query tokens and keys; query token i stands at position seq_len - q_len + i.
+        total, stands: Of a shard: the length of the whole sequence, which then takes the place of seq_len there, and
+            [seq_len] where each key stands in it.
         start: Keys before it are invisible.
         causal, window_left: As for `splitkv.decode`.
         tree_mask: [max_q_len, words] int32 of this request, as for `splitkv.decode`; bits that it lacks are 0.
         device: Of the result.
     """
-    position = (seq_len - q_len + torch.arange(q_len, device=device))[:, None]
-    key = torch.arange(seq_len, device=device)[None, :]
-    sees = (key >= start).expand(q_len, seq_len).clone()
-    if tree_mask is not None:
+    total = seq_len if total is None else total
+    position = (total - q_len + torch.arange(q_len, device=device))[:, None]
+    own = torch.arange(seq_len, device=device)
+    key = (own if stands is None else stands)[None, :]
+    sees = (own >= start).expand(q_len, seq_len).clone()
+    if tree_mask is not None and q_len:
         known = min(q_len, tree_mask.shape[0])
         column = torch.arange(known, device=device)
         drafts = torch.zeros(q_len, q_len, dtype=torch.bool, device=device)
         drafts[:known, :known] = (tree_mask[:known].long()[:, column // 32] >> (column % 32)) & 1
-        before = max(seq_len - q_len, 0)
-        sees[:, before:] &= drafts[:, q_len - (seq_len - before) :]
+        draft = (key - (total - q_len))[0]
+        sees &= (draft < 0)[None, :] | drafts[:, draft.clamp(min=0, max=max(q_len - 1, 0))]
     elif causal:
         sees &= key <= position
     if window_left is not None:
@@ -232,6 +248,7 @@ def decode_with_lse(
         if last == first:
             continue
         start, seq_len = request_range(kv, b)
+        total, stands = token_positions(kv, b, seq_len, q.device)
         sees = visible(
             last - first,
             start,
@@ -239,6 +256,8 @@ def decode_with_lse(
             causal=causal,
             window_left=window_left,
             tree_mask=None if tree_mask is None else tree_mask[b],
+            total=total,
+            stands=stands,
             device=q.device,
         )
         # Only keys that some row sees are read at all.
@@ -255,8 +274,8 @@ def decode_with_lse(
             softcap=softcap,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
-            positions=seq_len - (last - first) + torch.arange(last - first, device=q.device),
-            keys=keys,
+            positions=total - (last - first) + torch.arange(last - first, device=q.device),
+            keys=stands[keys],
         )
     out = out.reshape(*q.shape[:-1], out.shape[-1])
     lse = lse.reshape(q.shape[:-1])

@@ -181,8 +181,8 @@ def _cache(case: Case, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     return k, _empty(*shape, case.width_v + pad, dtype=dtype)[..., : case.width_v]
 
 
-def plan(case: Case) -> tuple[api.Plan, int]:
-    """The launches of the case's call, and how many programs of the first are meant to share a multiprocessor."""
+def plan(case: Case) -> tuple[api.Plan, dict[int, int]]:
+    """The launches of the case's call, and by rows of tiles how many programs are meant to share a multiprocessor."""
     dtype = getattr(torch, case.dtype)
     heads, group = (1, 16) if case.head_dim > 512 else (8, 4)
     q_len = case.rows // group if case.rows > 16 else 1
@@ -205,7 +205,9 @@ def plan(case: Case) -> tuple[api.Plan, int]:
         pages = _cache(case, 4096, case.page_size, heads)
         kv = splitkv.PagedKV.from_csr(*pages, _empty(batch + 1), _empty(4096), lens)
     else:
-        kv = splitkv.PagedKV(*_cache(case, 4096, case.page_size, heads), _empty(batch, 4096), lens, schedule=listed)
+        starts = _empty(batch) if "kv_start" in case.rules else None
+        pages = _cache(case, 4096, case.page_size, heads)
+        kv = splitkv.PagedKV(*pages, _empty(batch, 4096), lens, schedule=listed, kv_start=starts)
     rules: dict[str, Any] = dict(
         window=dict(window_left=1023),
         softcap=dict(softcap=30.0),
@@ -216,22 +218,25 @@ def plan(case: Case) -> tuple[api.Plan, int]:
         lse=dict(want_lse=True),
         qo_indptr=dict(qo_indptr=_empty(batch + 1)),
         listed={},  # the view has a work list
+        kv_start={},  # the view hides tokens
+        shared=dict(group_ids=_empty(batch), prefix_lens=_empty(batch)),
     )
     arguments: dict[str, Any] = {"num_splits": 4} if case.schedule == "parts" else {}
     for rule in case.rules:
         arguments |= rules[rule]
     shape = (batch * q_len,) if "qo_indptr" in case.rules else (batch, q_len) if q_len > 1 else (batch,)
     q = _empty(*shape, heads * group, case.head_dim, dtype=dtype)
-    chosen = []
+    programs: dict[int, int] = {}
     choose = api.tile_sizes.choose
 
     def remember(*args: Any, **kwargs: Any) -> Any:
-        chosen.append(choose(*args, **kwargs))
-        return chosen[-1]
+        chosen = choose(*args, **kwargs)
+        programs[args[4]] = chosen.programs_per_sm
+        return chosen
 
     with mock.patch.object(api.tile_sizes, "choose", remember):
         found = api.plan_decode(q, kv, workspace, **arguments)
-    return found, chosen[0].programs_per_sm
+    return found, programs
 
 
 def other_launches(case: Case) -> Iterator[api.Launch]:
@@ -392,9 +397,13 @@ def compile_case(case: Case) -> list[Used]:
     if case.others:
         return [compile_launch(launch, case.gpu, 0) for launch in other_launches(case)]
     found, programs = plan(case)
-    split, *merges = found.launches
-    used = [compile_launch(split, case.gpu, programs)]
-    return used + [compile_launch(launch, case.gpu, 0) for launch in merges if case.merge]
+    used = []
+    for launch in found.launches:
+        if launch.kernel is api.split_decode_kernel:
+            used.append(compile_launch(launch, case.gpu, programs[launch.constants["BLOCK_M"]]))
+        elif case.merge:
+            used.append(compile_launch(launch, case.gpu, 0))
+    return used
 
 
 # A worker, and how to talk to one.

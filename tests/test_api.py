@@ -176,7 +176,7 @@ def cases() -> Iterator[Bad]:
     yield Bad("causal", lambda _: False, ValueError, "causal=True (it replaces the", "causal=False", several,
               "tree_mask")  # fmt: skip
 
-    yield Bad("out", lambda t: t.float(), TypeError, "torch.float16", "torch.float32")
+    yield Bad("out", lambda t: t.bfloat16(), TypeError, "torch.float16 or torch.float32", "torch.bfloat16")
     yield Bad("out", lambda t: t[:1], ValueError, "shape [2, 4, 24]", "[1, 4, 24]")
     yield Bad("out", lambda t: t[..., :WIDTH], ValueError, "shape [2, 4, 24]", "[2, 4, 16]")
     yield Bad("out", lambda t: t.mT.contiguous().mT, ValueError, "a last stride of 1", "strides [96, 1, 4]")
@@ -243,9 +243,11 @@ def test_an_argument_that_does_not_exist_is_a_type_error() -> None:
 
 
 def test_supports_takes_what_decode_takes() -> None:
-    shared = set(inspect.signature(splitkv.decode_shared_prefix).parameters)
-    assert shared == set(inspect.signature(splitkv.decode).parameters) | {"group_ids", "prefix_lens"}
-    assert set(inspect.signature(api.plan_decode).parameters) - {"want_lse"} == shared
+    planned, plain, shared = (
+        set(inspect.signature(call).parameters)
+        for call in (api.plan_decode, splitkv.decode, splitkv.decode_shared_prefix)
+    )
+    assert planned - {"want_lse"} == shared == plain | {"group_ids", "prefix_lens"}
 
 
 # Merging.

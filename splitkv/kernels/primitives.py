@@ -283,20 +283,23 @@ def locate(
         begin = request * length
     else:
         # Count the requests that end at or before the place.
+        # Inside a condition that always holds: after a bare loop here Triton 3.9 knows nothing of alignments, and does
+        # without the asynchronous copies of all keys and values.
         end = 0
-        for first in range(0, batch, BLOCK_B):
-            b = first + tl.arange(0, BLOCK_B)
-            live = b < batch
-            tiles, span = request_work(
-                b, live, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
-                PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
-            )  # fmt: skip
-            lengths = tiles * tile_weight(span, by_work, each, heaviest, TILE_COST)
-            ends = end + tl.cumsum(lengths, 0)
-            earlier = live & (ends <= place)
-            request += tl.sum(earlier.to(tl.int32), 0)
-            begin = tl.maximum(begin, tl.max(tl.where(earlier, ends, 0), 0))
-            end += tl.sum(lengths, 0)
+        if batch > 0:
+            for first in range(0, batch, BLOCK_B):
+                b = first + tl.arange(0, BLOCK_B)
+                live = b < batch
+                tiles, span = request_work(
+                    b, live, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
+                    PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
+                )  # fmt: skip
+                lengths = tiles * tile_weight(span, by_work, each, heaviest, TILE_COST)
+                ends = end + tl.cumsum(lengths, 0)
+                earlier = live & (ends <= place)
+                request += tl.sum(earlier.to(tl.int32), 0)
+                begin = tl.maximum(begin, tl.max(tl.where(earlier, ends, 0), 0))
+                end += tl.sum(lengths, 0)
     return request, begin
 
 
@@ -375,7 +378,7 @@ def round_to(x, dtype: tl.constexpr, WIDEN: tl.constexpr):
     WIDEN: under Triton's interpreter, which cuts the lower bits off where dtype is bfloat16; they are rounded away
         before.
     """
-    if WIDEN:
+    if WIDEN and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
