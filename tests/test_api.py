@@ -119,8 +119,8 @@ def cases() -> Iterator[Bad]:
     yield Bad("q", lambda q: q.requires_grad_(), ValueError, "a tensor outside autograd", "one that requires grad")
     yield Bad("q", lambda q: zeros(3, Q_HEADS, WIDTH), ValueError, "entries for a batch of 3", "2", blamed="seq_lens")
 
-    yield Bad("kv", lambda kv: (kv.k, kv.v), TypeError, "a PagedKV, ContiguousKV or RaggedKV", "tuple")
-    yield Bad("kv", lambda kv: None, TypeError, "a PagedKV, ContiguousKV or RaggedKV", "NoneType")
+    yield Bad("kv", lambda kv: (kv.k, kv.v), TypeError, "a PagedKV, ContiguousKV, RaggedKV or LatentKV", "tuple")
+    yield Bad("kv", lambda kv: None, TypeError, "a PagedKV, ContiguousKV, RaggedKV or LatentKV", "NoneType")
     yield Bad("kv", lambda kv: cache(heads=3), ValueError, "heads that are a multiple of kv's 3", "4", blamed="q")
     yield Bad("kv", lambda kv: cache(width=8), ValueError, "head_dim 8 (that of kv)", "16", blamed="q")
     yield Bad("kv", lambda kv: cache(batch=1), ValueError, "entries for a batch of 2", "1", blamed="seq_lens")
