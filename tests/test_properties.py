@@ -25,12 +25,14 @@ from splitkv.testing import (
     Problem,
     expect_merge,
     make_problem,
+    map_scales,
     same_bits,
     same_computation,
 )
 
 DEVICE = torch.device("cuda" if COMPILED else "cpu")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CACHES = (None, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -289,31 +291,32 @@ def test_the_default_schedule_cuts_a_long_sequence_and_leaves_short_ones_whole()
     problem.expected().check(result.out, result.lse, problem)
 
 
-@given(seed=SEEDS, dtype=st.sampled_from(DTYPES), edge=st.integers(0, 60))
-@examples(6)
-def test_merged_halves_are_the_whole(seed, dtype, edge):
+@given(seed=SEEDS, dtype=st.sampled_from(DTYPES), cache=st.sampled_from(CACHES), edge=st.integers(0, 60))
+@examples(8)
+def test_merged_halves_are_the_whole(seed, dtype, cache, edge):
     """Attention to two stretches of keys, merged, is attention to both."""
     heads = dict(num_kv_heads=2, group_size=2, head_dim=32, head_dim_v=None, softcap=None, sinks=None, alibi=False)
     problem = make_problem(
         seed, device=DEVICE, dtype=dtype, kind="contiguous", lens=(60, 60), query="one", mask="full", window_left=None,
-        kv_start=False, clamped=False, rows=False, alias_v=False, split_tokens=None, num_splits=2, **heads,
+        kv_start=False, clamped=False, rows=False, alias_v=False, split_tokens=None, num_splits=2, cache=cache, **heads,
     )  # fmt: skip
     halves = [slice(0, edge), slice(edge, 60)]
 
-    def half(stretch: slice, k: torch.Tensor, v: torch.Tensor) -> splitkv.ContiguousKV:
+    def half(stretch: slice, kv: splitkv.kv.KVView) -> splitkv.ContiguousKV:
         # At least one token lies in the cache, also where none counts.
         first = min(stretch.start, 59)
         here = slice(first, max(stretch.stop, first + 1))
         lens = torch.full((2,), stretch.stop - stretch.start, dtype=torch.int32, device=DEVICE)
-        return splitkv.ContiguousKV(k[:, here], v[:, here], lens)
+        scales = dict(map_scales(kv, lambda scale: scale[:, here]))
+        return splitkv.ContiguousKV(kv.k[:, here], kv.v[:, here], lens, **scales)
 
-    results = [attend(dataclasses.replace(problem, kv=half(stretch, problem.kv.k, problem.kv.v))) for stretch in halves]
+    results = [attend(dataclasses.replace(problem, kv=half(stretch, problem.kv))) for stretch in halves]
     outs, lses = torch.stack([result.out for result in results]), torch.stack([result.lse for result in results])
     # The same computation in PyTorch rounds as often, each partial once and what they are merged to; in several orders.
     same = []
     for order in range(16):
         parts = [
-            same_computation(problem.q, half(stretch, problem.kv.k, problem.kv.v), order, **problem.rules)
+            same_computation(problem.q, half(stretch, problem.kv), order, **problem.rules)
             for stretch in halves
         ]
         same.append(reference.merge(*(torch.stack(each) for each in zip(*parts, strict=True)))[0])
@@ -392,7 +395,7 @@ def test_results_are_rounded_to_nearest(dtype):
 # Laws of attention.
 
 
-@given(problem=problems(alias_v=False, sinks=None, max_len=60))
+@given(problem=problems(alias_v=False, sinks=None, max_len=60, cache=None))
 @examples(8)
 def test_constant_values_are_returned(problem):
     v = problem.kv.v
@@ -408,7 +411,7 @@ def test_constant_values_are_returned(problem):
     dataclasses.replace(expected, out=returned).check(result.out, result.lse, problem)
 
 
-@given(problem=problems(max_len=60), kind=st.sampled_from(["paged", "csr"]), seed=SEEDS)
+@given(problem=problems(max_len=60), kind=st.sampled_from(["paged", "csr", "latent"]), seed=SEEDS)
 @examples(6)
 def test_pages_elsewhere_change_no_bit(problem, kind, seed):
     problem = make_problem(problem.seed, device=DEVICE, **{**problem.given, "kind": kind})
@@ -460,6 +463,8 @@ def test_with_split_tokens_the_capacity_and_hints_change_no_bit(problem):
     """K8: a larger cache and a wider table, other memory for them, and another guess of the length."""
     kv, first = problem.kv, attend(problem)
     hint = {"kv_start": kv.kv_start, "len_hint": 100_000}
+    dim = 1 if isinstance(kv, splitkv.ContiguousKV) else 0
+    hint |= map_scales(kv, lambda scale: wider(scale, dim))
     if isinstance(kv, splitkv.RaggedKV):
         grown = splitkv.RaggedKV(wider(kv.k, 0), wider(kv.v, 0), kv.kv_indptr, **hint)
     elif isinstance(kv, splitkv.ContiguousKV):
@@ -471,17 +476,23 @@ def test_with_split_tokens_the_capacity_and_hints_change_no_bit(problem):
         )
     else:
         more = torch.cat([kv.page_table, kv.page_table.new_full((kv.page_table.shape[0], 9), -1)], dim=1)
-        grown = splitkv.PagedKV(
-            wider(kv.k, 0), wider(kv.v, 0), more, kv.seq_lens, rows=kv.rows, layout=kv.layout, **hint
-        )
+        if isinstance(kv, splitkv.LatentKV):
+            grown = splitkv.LatentKV(
+                wider(kv.cache, 0), more, kv.seq_lens, head_dim_v=kv.head_dim_v, rows=kv.rows, **hint
+            )
+        else:
+            grown = splitkv.PagedKV(
+                wider(kv.k, 0), wider(kv.v, 0), more, kv.seq_lens, rows=kv.rows, layout=kv.layout, **hint
+            )
     assert attend(dataclasses.replace(problem, kv=grown)).same_bits(first)
 
 
 def wider(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """The tensor with 50 more entries of NaN along a dimension."""
+    """The tensor with 50 more entries along a dimension, every bit of them set: NaN."""
     shape = list(tensor.shape)
     shape[dim] = 50
-    return torch.cat([tensor, tensor.new_full(shape, math.nan)], dim=dim)
+    more = torch.full((*shape[:-1], shape[-1] * tensor.element_size()), 0xFF, dtype=torch.uint8, device=tensor.device)
+    return torch.cat([tensor, more.view(tensor.dtype)], dim=dim)
 
 
 def test_a_problem_is_replayed_by_what_it_prints():
