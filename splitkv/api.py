@@ -655,8 +655,6 @@ def plan_decode(
         alibi_ptr=alibi_slopes,
         tree_ptr=tree_mask,
         members_ptr=None,
-        shard_lens_ptr=None if kv.positions is None else kv.positions.seq_lens,
-        shard_starts_ptr=None if kv.positions is None else kv.positions.starts,
         group_ids_ptr=group_ids,
         prefix_lens_ptr=prefix_lens,
         whole_out_ptr=None,
