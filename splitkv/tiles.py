@@ -195,6 +195,8 @@ def _candidates(
     """(block_n, num_stages, shared bytes) of the tiles that fit a target, the best first."""
     wide = max(sum(split_width(head_dim)), sum(split_width(head_dim_v)))
     long_spills = 64 * 128 if 100 <= _cuda_arch(target) < 120 else 64 * 256
+    if rows == 128:
+        long_spills += 1  # its eight warps have as much to keep as four have of half the rows
     cuts = [(64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1)]
     if not aligned or 0 < _cuda_arch(target) < 80:
         # Element by element, or before sm_80, nothing can be copied ahead, and what is loaded fills the registers.

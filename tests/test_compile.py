@@ -197,6 +197,18 @@ def test_score_rules_fit(compiler: Compiler, arch: str) -> None:
     check(compiler, (Case(arch, rows=r, rules=rules, merge=True) for rules in RULES for r in rows))
 
 
+@pytest.mark.parametrize("arch", ["cuda:80", "cuda:90", "cuda:100"] if FULL else ["cuda:90"])
+def test_chunks_keep_their_long_blocks_in_registers(compiler: Compiler, arch: str) -> None:
+    """Of 64 and of 128 rows: masks are applied at the edges only, and nothing spills within the loop."""
+    cases = [Case(arch, rows=rows, rules=rules) for rows in (64, 128) for rules in ((), ("window",), ("softcap",))]
+    check(compiler, cases)
+    for case, answer in compiler.compile(cases):
+        assert not isinstance(answer, str) and not answer[0].spills_in_loop, case
+        assert answer[0].rows == case.rows and answer[0].copies >= 8, case
+        if arch == "cuda:90":
+            assert answer[0].tiles == (64, 3) and answer[0].num_warps == case.rows // 16, case
+
+
 def test_a_tree_mask_fits_where_memory_is_scarce(compiler: Compiler) -> None:
     widths = WIDTHS if FULL else WIDTHS[-1:]
     check(compiler, (Case("cuda:86", "float16", k, v, rows=64, rules=("tree",)) for k, v in widths))

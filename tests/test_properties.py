@@ -315,10 +315,7 @@ def test_merged_halves_are_the_whole(seed, dtype, cache, edge):
     # The same computation in PyTorch rounds as often, each partial once and what they are merged to; in several orders.
     same = []
     for order in range(16):
-        parts = [
-            same_computation(problem.q, half(stretch, problem.kv), order, **problem.rules)
-            for stretch in halves
-        ]
+        parts = [same_computation(problem.q, half(stretch, problem.kv), order, **problem.rules) for stretch in halves]
         same.append(reference.merge(*(torch.stack(each) for each in zip(*parts, strict=True)))[0])
     whole = problem.expected()
     expected = Expected.of(whole.out, whole.lse, same, whole.lse_absolute, whole.lse_relative)

@@ -403,22 +403,34 @@ def split_decode_kernel(
         BY_PAGE: tl.constexpr = KV_KIND == PAGED or KV_KIND == CSR
 
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        # Sums are kept per column of a block and added up once at the end: a sum along a row crosses warps.
-        column_sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        # In low tiles a row crosses warps: its sum is kept per column of a block and added up once at the end.
+        ROW_SUMS: tl.constexpr = BLOCK_M >= 64
+        if ROW_SUMS:
+            row_sum = tl.zeros([BLOCK_M], tl.float32)
+        else:
+            column_sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         if BLOCK_DV_TAIL:
             offs_dv_tail = BLOCK_DV + tl.arange(0, BLOCK_DV_TAIL)
             acc_tail = tl.zeros([BLOCK_M, BLOCK_DV_TAIL], tl.float32)
         # Without a per-row mask or an unbounded bias, every row of a block that has a key sees one.
         ROW_MASK: tl.constexpr = FIRST_KEYS or (MULTI_TOKEN and (RIGHT_BOUND or HAS_WINDOW or tree_ptr is not None))
+        # Keys of seen_from…seen_to are seen by every row that is live: blocks within them need no mask.
+        seen_from = low
+        seen_to = high
         if ROW_MASK and RIGHT_BOUND:
             last_key = position
             if SHARDED:
                 last_key = keys_before(position + 1, key_first, shard_step, SHARDED) - 1
-        if ROW_MASK and FIRST_KEYS:
-            first_key = tl.load(member + 2 * total_q, mask=row_live, other=0)
-        elif ROW_MASK and HAS_WINDOW:
-            first_key = keys_before(position - window_left, key_first, shard_step, SHARDED)
+            last_key = tl.where(row_live, tl.minimum(last_key, high - 1), high - 1)
+            seen_to = tl.min(last_key, 0) + 1
+        if ROW_MASK and (FIRST_KEYS or HAS_WINDOW):
+            if FIRST_KEYS:
+                first_key = tl.load(member + 2 * total_q, mask=row_live, other=0)
+            else:
+                first_key = keys_before(position - window_left, key_first, shard_step, SHARDED)
+            first_key = tl.where(row_live, first_key, low)
+            seen_from = tl.max(first_key, 0)
         inverse_cap = 1.0 / softcap
         score_scale = sm_scale if HAS_SOFTCAP or alibi_ptr is not None else sm_scale * LOG2E
         if k_scale_ptr is not None and not K_SCALE_PER_TOKEN:
@@ -433,80 +445,97 @@ def split_decode_kernel(
             # Page ids travel one block ahead through the loop: loaded in the block that uses them, they would keep the
             # software pipeline from buffering more than one block of keys and values.
             page = load_page_ids(page_ids, low + offs_n, high, PAGE_SIZE)
-        for block in tl.range(low, high, BLOCK_N, num_stages=NUM_STAGES):
-            key = block + offs_n
-            in_part = key < high
-            if BY_PAGE:
-                in_page = (key.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
-                k_offset = wide_product(page, stride_k_page) + wide_product(in_page, stride_k_token)
-                if K_SCALE_PER_TOKEN:
-                    k_scale_offset = wide_product(page, stride_k_scale_page) + wide_product(
-                        in_page, stride_k_scale_token
-                    )
-                if V_SCALE_PER_TOKEN and not LATENT:
-                    v_scale_offset = wide_product(page, stride_v_scale_page) + wide_product(
-                        in_page, stride_v_scale_token
-                    )
-                if SAME_STRIDES:
-                    v_offset = k_offset
+        # Draft tokens of a tree come last, in a loop of their own: the one before it is that of plain decode.
+        PHASES: tl.constexpr = 1 if tree_ptr is None else 2
+        turn = high
+        if tree_ptr is not None:
+            before = keys_before(first_position, key_first, shard_step, SHARDED)
+            turn = low + clamp(before - low, 0, tl.maximum(high - low, 0)) // BLOCK_N * BLOCK_N
+        for phase in tl.static_range(PHASES):
+            first_block = low if phase == 0 else turn
+            last_block = turn if phase + 1 < PHASES else high
+            for block in tl.range(first_block, last_block, BLOCK_N, num_stages=NUM_STAGES):
+                key = block + offs_n
+                in_part = key < high
+                if BY_PAGE:
+                    in_page = (key.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
+                    k_offset = wide_product(page, stride_k_page) + wide_product(in_page, stride_k_token)
+                    if K_SCALE_PER_TOKEN:
+                        k_scale_offset = wide_product(page, stride_k_scale_page) + wide_product(
+                            in_page, stride_k_scale_token
+                        )
+                    if V_SCALE_PER_TOKEN and not LATENT:
+                        v_scale_offset = wide_product(page, stride_v_scale_page) + wide_product(
+                            in_page, stride_v_scale_token
+                        )
+                    if SAME_STRIDES:
+                        v_offset = k_offset
+                    else:
+                        v_offset = wide_product(page, stride_v_page) + wide_product(in_page, stride_v_token)
+                    page = load_page_ids(page_ids, key + BLOCK_N, high, PAGE_SIZE)
                 else:
-                    v_offset = wide_product(page, stride_v_page) + wide_product(in_page, stride_v_token)
-                page = load_page_ids(page_ids, key + BLOCK_N, high, PAGE_SIZE)
-            else:
-                k_offset = wide_product(key, stride_k_token)
-                v_offset = wide_product(key, stride_v_token)
-                if K_SCALE_PER_TOKEN:
-                    k_scale_offset = wide_product(key, stride_k_scale_token)
-                if V_SCALE_PER_TOKEN:
-                    v_scale_offset = wide_product(key, stride_v_scale_token)
-            k_offset *= KV_VECTOR
-            v_offset *= KV_VECTOR
+                    k_offset = wide_product(key, stride_k_token)
+                    v_offset = wide_product(key, stride_v_token)
+                    if K_SCALE_PER_TOKEN:
+                        k_scale_offset = wide_product(key, stride_k_scale_token)
+                    if V_SCALE_PER_TOKEN:
+                        v_scale_offset = wide_product(key, stride_v_scale_token)
+                k_offset *= KV_VECTOR
+                v_offset *= KV_VECTOR
 
-            k = tl.load(
-                row_pointers(k_base, k_offset, offs_d, KV_VECTOR),
-                mask=in_part[:, None] & (offs_d < HEAD_DIM)[None, :],
-                other=0.0,
-            )
-            k = decoded(k, KV_FORMAT, TYPE)
-            if WIDE_PRODUCTS:
-                k = k.to(tl.float32)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            if BLOCK_D_TAIL:
-                k_tail = tl.load(
-                    row_pointers(k_base, k_offset, offs_d_tail, KV_VECTOR),
-                    mask=in_part[:, None] & (offs_d_tail < HEAD_DIM)[None, :],
+                k = tl.load(
+                    row_pointers(k_base, k_offset, offs_d, KV_VECTOR),
+                    mask=in_part[:, None] & (offs_d < HEAD_DIM)[None, :],
                     other=0.0,
                 )
-                k_tail = decoded(k_tail, KV_FORMAT, TYPE)
+                k = decoded(k, KV_FORMAT, TYPE)
                 if WIDE_PRODUCTS:
-                    k_tail = k_tail.to(tl.float32)
-                if TYPE == tl.float32:
-                    # A sum of its own: ordinary instructions add one product after another, and over all of a wide key
-                    # that rounds more than the error budget allows.
-                    scores += tl.dot(q_tail, tl.trans(k_tail), input_precision="ieee")
+                    k = k.to(tl.float32)
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+                if BLOCK_D_TAIL:
+                    k_tail = tl.load(
+                        row_pointers(k_base, k_offset, offs_d_tail, KV_VECTOR),
+                        mask=in_part[:, None] & (offs_d_tail < HEAD_DIM)[None, :],
+                        other=0.0,
+                    )
+                    k_tail = decoded(k_tail, KV_FORMAT, TYPE)
+                    if WIDE_PRODUCTS:
+                        k_tail = k_tail.to(tl.float32)
+                    if TYPE == tl.float32:
+                        # A sum of its own: ordinary instructions add one product after another, and over all of a wide
+                        # key that rounds more than the error budget allows.
+                        scores += tl.dot(q_tail, tl.trans(k_tail), input_precision="ieee")
+                    else:
+                        scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
+                scores *= score_scale
+                if K_SCALE_PER_TOKEN:
+                    k_scale = tl.load(k_scales + k_scale_offset, mask=in_part, other=0.0)
+                    scores *= k_scale[None, :]
+                if HAS_SOFTCAP:
+                    scores = softcap * tanh(scores * inverse_cap)
+                if alibi_ptr is not None:
+                    stands = key
+                    if SHARDED:
+                        stands = key_first + key * shard_step
+                    scores -= slope[:, None] * tl.abs(position[:, None] - stands[None, :]).to(tl.float32)
+                if HAS_SOFTCAP or alibi_ptr is not None:
+                    scores *= LOG2E
+                if not ROW_MASK:
+                    scores = tl.where(in_part[None, :], scores, float("-inf"))
+                elif tree_ptr is None or phase == 0:
+                    if RIGHT_BOUND or FIRST_KEYS or HAS_WINDOW:
+                        if (block < seen_from) | (block + BLOCK_N > seen_to):
+                            if RIGHT_BOUND:
+                                seen = key[None, :] <= last_key[:, None]
+                            else:
+                                seen = in_part[None, :]
+                            if FIRST_KEYS or HAS_WINDOW:
+                                seen = seen & (key[None, :] >= first_key[:, None])
+                            scores = tl.where(seen, scores, float("-inf"))
                 else:
-                    scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
-            scores *= score_scale
-            if K_SCALE_PER_TOKEN:
-                k_scale = tl.load(k_scales + k_scale_offset, mask=in_part, other=0.0)
-                scores *= k_scale[None, :]
-            if HAS_SOFTCAP:
-                scores = softcap * tanh(scores * inverse_cap)
-            if alibi_ptr is not None:
-                stands = key
-                if SHARDED:
-                    stands = key_first + key * shard_step
-                scores -= slope[:, None] * tl.abs(position[:, None] - stands[None, :]).to(tl.float32)
-            if HAS_SOFTCAP or alibi_ptr is not None:
-                scores *= LOG2E
-            seen = in_part[None, :]
-            if ROW_MASK:
-                seen = seen & row_live[:, None]
-                if RIGHT_BOUND:
-                    seen = seen & (key[None, :] <= last_key[:, None])
-                if FIRST_KEYS or HAS_WINDOW:
-                    seen = seen & (key[None, :] >= first_key[:, None])
-                if tree_ptr is not None:
+                    seen = in_part[None, :] & row_live[:, None]
+                    if FIRST_KEYS or HAS_WINDOW:
+                        seen = seen & (key[None, :] >= first_key[:, None])
                     # Lengths on the device may exceed the mask's: bits that it lacks are 0.
                     draft = key - first_position
                     if SHARDED:
@@ -521,61 +550,65 @@ def split_decode_kernel(
                         other=0,
                     )
                     seen = seen & ((draft < 0)[None, :] | (((word >> (draft & 31)[None, :]) & 1) != 0))
-            scores = tl.where(seen, scores, float("-inf"))
+                    scores = tl.where(seen, scores, float("-inf"))
 
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            shift = finite_or_zero(new_max) if ROW_MASK else new_max
-            decay = tl.exp2(row_max - shift)
-            if WEIGHT_BITS:
-                shift -= WEIGHT_BITS
-            probs = tl.exp2(scores - shift[:, None])
-            column_sums = column_sums * decay[:, None] + probs
-            row_max = new_max
-            if LATENT:
-                v = k
-            else:
-                v = tl.load(
-                    row_pointers(v_base, v_offset, offs_dv, KV_VECTOR),
-                    mask=in_part[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
-                    other=0.0,
-                )
-                v = decoded(v, KV_FORMAT, TYPE)
-            if tree_ptr is not None:
-                # A draft token that no row of the tile sees may hold anything, and 0 · NaN is NaN. Zeroed here and not
-                # in the load's mask, so that the load need not wait for the tree's words.
-                wanted = tl.max(seen.to(tl.int32), 0) > 0
-                v = tl.where(wanted[:, None], v, 0.0)
-            if V_SCALE_PER_TOKEN:
-                if LATENT:
-                    scale = k_scale
+                new_max = tl.maximum(row_max, tl.max(scores, 1))
+                shift = finite_or_zero(new_max) if ROW_MASK else new_max
+                decay = tl.exp2(row_max - shift)
+                if WEIGHT_BITS:
+                    shift -= WEIGHT_BITS
+                probs = tl.exp2(scores - shift[:, None])
+                if ROW_SUMS:
+                    row_sum = row_sum * decay + tl.sum(probs, 1)
                 else:
-                    scale = tl.load(v_scales + v_scale_offset, mask=in_part, other=0.0)
-                if tree_ptr is not None:
-                    scale = tl.where(wanted, scale, 0.0)
-                top_inverse, new_top = power_towards(tl.maximum(v_top, tl.max(tl.abs(scale), 0)), 0)
-                probs *= (scale * top_inverse)[None, :]
-                decay *= v_top * top_inverse
-                v_top = new_top
-            weights = round_to(probs, TYPE, WIDE_PRODUCTS)
-            if WIDE_PRODUCTS:
-                weights = weights.to(tl.float32)
-                v = v.to(tl.float32)
-            acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
-            if BLOCK_DV_TAIL:
-                v_tail = tl.load(
-                    row_pointers(v_base, v_offset, offs_dv_tail, KV_VECTOR),
-                    mask=in_part[:, None] & (offs_dv_tail < HEAD_DIM_V)[None, :],
-                    other=0.0,
-                )
-                v_tail = decoded(v_tail, KV_FORMAT, TYPE)
-                if tree_ptr is not None:
-                    v_tail = tl.where(wanted[:, None], v_tail, 0.0)
+                    column_sums = column_sums * decay[:, None] + probs
+                row_max = new_max
+                if LATENT:
+                    v = k
+                else:
+                    v = tl.load(
+                        row_pointers(v_base, v_offset, offs_dv, KV_VECTOR),
+                        mask=in_part[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
+                        other=0.0,
+                    )
+                    v = decoded(v, KV_FORMAT, TYPE)
+                if tree_ptr is not None and phase == 1:
+                    # A draft token that no row of the tile sees may hold anything, and 0 · NaN is NaN. Zeroed here and
+                    # not in the load's mask, so that the load need not wait for the tree's words.
+                    wanted = tl.max(seen.to(tl.int32), 0) > 0
+                    v = tl.where(wanted[:, None], v, 0.0)
+                if V_SCALE_PER_TOKEN:
+                    if LATENT:
+                        scale = k_scale
+                    else:
+                        scale = tl.load(v_scales + v_scale_offset, mask=in_part, other=0.0)
+                    if tree_ptr is not None and phase == 1:
+                        scale = tl.where(wanted, scale, 0.0)
+                    top_inverse, new_top = power_towards(tl.maximum(v_top, tl.max(tl.abs(scale), 0)), 0)
+                    probs *= (scale * top_inverse)[None, :]
+                    decay *= v_top * top_inverse
+                    v_top = new_top
+                weights = round_to(probs, TYPE, WIDE_PRODUCTS)
                 if WIDE_PRODUCTS:
-                    v_tail = v_tail.to(tl.float32)
-                acc_tail = tl.dot(weights, v_tail, acc_tail * decay[:, None], input_precision="ieee")
+                    weights = weights.to(tl.float32)
+                    v = v.to(tl.float32)
+                acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
+                if BLOCK_DV_TAIL:
+                    v_tail = tl.load(
+                        row_pointers(v_base, v_offset, offs_dv_tail, KV_VECTOR),
+                        mask=in_part[:, None] & (offs_dv_tail < HEAD_DIM_V)[None, :],
+                        other=0.0,
+                    )
+                    v_tail = decoded(v_tail, KV_FORMAT, TYPE)
+                    if tree_ptr is not None and phase == 1:
+                        v_tail = tl.where(wanted[:, None], v_tail, 0.0)
+                    if WIDE_PRODUCTS:
+                        v_tail = v_tail.to(tl.float32)
+                    acc_tail = tl.dot(weights, v_tail, acc_tail * decay[:, None], input_precision="ieee")
 
         # Leave the result, or a partial for the merge.
-        row_sum = tl.sum(column_sums, 1)
+        if not ROW_SUMS:
+            row_sum = tl.sum(column_sums, 1)
         has_keys = row_sum != 0  # not > 0: a NaN among the scores is a NaN in the result, not a row without keys
         if WEIGHT_BITS:
             row_max -= WEIGHT_BITS

@@ -234,6 +234,21 @@ def test_causal(device, cut, layout):
     assert_rows(attend(q, kv, cut, causal=False), 2.0, math.log(5))
 
 
+@pytest.mark.parametrize("cut", [WHOLE, Cut(num_splits=2), Cut(split_tokens=64)], ids=str)
+@pytest.mark.parametrize("window_left", [None, 40, 90])
+@pytest.mark.parametrize("causal", [True, False])
+def test_blocks_that_rows_see_in_part(device, cut, window_left, causal):
+    """Each query token's own bounds hold wherever they lie in blocks of keys, of which others are seen whole."""
+    length, q_len = 200, 50
+    kv = view_of("contiguous", *index_probe(device, 1, length), [length])
+    result = attend(torch.randn(1, q_len, 2, 16, device=device), kv, cut, window_left=window_left, causal=causal)
+    position = length - q_len + torch.arange(q_len, dtype=torch.float64)
+    first = torch.zeros_like(position) if window_left is None else position - window_left
+    last = position if causal else torch.full_like(position, length - 1)
+    want = ((first + last) / 2, (last - first + 1).log())
+    assert_rows(result, *(each[None, :, None].expand(1, q_len, 2) for each in want))
+
+
 @each_way(tokens=2)
 @pytest.mark.parametrize("form", ["uniform", "packed"])
 def test_rows_of_tables(device, cut, layout, form):
@@ -267,13 +282,13 @@ def test_tree_mask(device, cut, layout):
     result = attend(torch.randn(1, 4, 1, 16, device=device), kv, cut, tree_mask=mask)
     assert_cut(result, cut, 7)
     assert_rows(result, [[[mean] for mean in TREE_MEANS]], [logs])
-    # Packed, two heads, the second request with a chain of two nodes; bits of absent nodes say nothing.
+    # Packed, two heads, the second request with two roots; bits of absent nodes say nothing.
     kv = view_of(layout, *index_probe(device, 2, 7), [7, 5])
-    mask = ints([[[word] for word in TREE], [[0b1101], [-1], [0], [0]]], device)
+    mask = ints([[[word] for word in TREE], [[0b1101], [~0b0001], [0], [0]]], device)
     result = attend(
         torch.randn(6, 2, 16, device=device), kv, cut, tree_mask=mask, qo_indptr=ints([0, 4, 6], device), given=True
     )
-    assert_rows(result, [[mean] for mean in [*TREE_MEANS, 1.5, 2.0]], [*logs, [math.log(4)], [math.log(5)]])
+    assert_rows(result, [[mean] for mean in [*TREE_MEANS, 1.5, 1.75]], [*logs, [math.log(4)], [math.log(4)]])
 
 
 @pytest.mark.parametrize("cut", [WHOLE, Cut(num_splits=3)], ids=str)
