@@ -353,6 +353,52 @@ def test_nothing_is_compiled_after_warmup(kind: str, split_tokens: int | None, r
     assert run(SWEEP.format(kind=kind, split_tokens=split_tokens, rules=rules), TRITON_INTERPRET="0") == "ok"
 
 
+SHARED_SWEEP = """
+import fake_gpu, splitkv, torch
+from splitkv.api import plan_decode
+
+config = splitkv.WorkspaceConfig(40, 4, 2, 16, dtype=torch.float32, q_tile_rows=64, max_splits=600)
+workspace = fake_gpu.workspace(config)
+
+def call(batch, kv_offset=0):
+    def ints(*shape):
+        return torch.zeros(*shape, dtype=torch.int32)
+
+    k = torch.zeros(5 * 8 * 2 * 16 + kv_offset)[kv_offset:].view(5, 8, 2, 16)
+    kv = splitkv.PagedKV(k, torch.zeros(5, 8, 2, 16), ints(batch, 3), ints(batch))
+    return dict(q=torch.zeros(batch, 4, 16), kv=kv, group_ids=ints(batch), prefix_lens=ints(batch))
+
+given = call(3)
+splitkv.warmup(workspace=workspace, window_left=7, **given)
+warm = len(fake_gpu.compiled)
+assert not fake_gpu.Launcher.launches
+for batch in (1, 2, 16, 17, 40):
+    for kv_offset in (0, 1):
+        for again in range(2):
+            given = call(batch, kv_offset)
+            fake_gpu.Launcher.launches.clear()
+            splitkv.decode_shared_prefix(workspace=workspace, window_left=7, **given)
+            planned = plan_decode(workspace=workspace, window_left=7, **given).launches
+            launched = fake_gpu.Launcher.launches
+            assert len(planned) == len(launched) == (4 if batch > 1 else 2)
+            for step, (name, grid, arguments) in zip(planned, launched, strict=True):
+                assert name == step.kernel.__name__ and grid == (*step.grid, 1, 1)[:3]
+                for parameter, argument in zip(step.kernel.arg_names, arguments, strict=True):
+                    wanted = {**step.operands, **step.constants}[parameter]
+                    if wanted is None:
+                        continue  # not read: compiled for None
+                    wanted = wanted.data_ptr() if isinstance(wanted, torch.Tensor) else wanted
+                    assert argument == wanted, (name, parameter, argument, wanted)
+assert len(fake_gpu.compiled) == warm, fake_gpu.compiled[warm:]
+print("ok")
+"""
+
+
+def test_nothing_is_compiled_for_shared_keys_after_warmup() -> None:
+    """Likewise of the four launches of a call, whose operands are stretches of the workspace in part."""
+    assert run(SHARED_SWEEP, TRITON_INTERPRET="0") == "ok"
+
+
 # On a GPU.
 
 
