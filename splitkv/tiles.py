@@ -172,8 +172,9 @@ def shared_bytes(
     query = rows * width
     if 90 <= _cuda_arch(target) < 120 and rows >= 64 and dtype.itemsize == 2 and num_stages > 1:
         # Products of warp groups run on while the next block is copied, which takes a buffer more. Their weights stay
-        # in registers.
-        return itemsize * (num_stages * block_n * (width + width_v) + query) + 1024
+        # in registers, but where eight warps share them.
+        weights = rows * block_n if rows * max(width, width_v) >= 64 * 256 else 0
+        return itemsize * (num_stages * block_n * (width + width_v) + query + weights) + 1024
     buffers = (num_stages - 1) * block_n * (width + width_v)
     if num_stages == 1:
         # Without a pipeline values take the place of their keys, and on AMD both that of the query.
