@@ -159,7 +159,7 @@ def shard_of(
 
 def problem_to_shard(seed: int, device: torch.device | str = "cpu", **choices: Any) -> Problem:
     """A problem over one contiguous cache, row b for request b."""
-    fixed: dict[str, Any] = dict(kind="contiguous", clamped=False, rows=False)
+    fixed: dict[str, Any] = dict(kind="contiguous", clamped=False, rows=False, cache=None, k_scale=None, v_scale=None)
     return make_problem(seed, device=device, **{**fixed, **choices})
 
 
