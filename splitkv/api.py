@@ -441,7 +441,7 @@ def _check_heads(name: str, value: object, rows: Tensor, of: str, *dtypes: torch
 
 def check_sinks(sinks: object, q: Tensor, dtype: torch.dtype) -> None:
     """Check sinks of all heads of q."""
-    _check_heads("sinks", sinks, q, "q", torch.float32, dtype)
+    _check_heads("sinks", sinks, q, "q", *dict.fromkeys((torch.float32, dtype)))
 
 
 def check_out(out: object, shape: Sequence[int], q: Tensor, dtype: torch.dtype) -> None:
