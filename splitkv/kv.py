@@ -563,8 +563,8 @@ class PagedKV(KVView):
         rows: [≥ batch] int32, the table row of each request. None: request b uses row b.
         kv_start: [≥ batch] int32, tokens before it are invisible (left padding).
         k_scale, v_scale: Of a quantised cache, whose numbers they multiply: a number > 0; or float32 tensors that are
-            read on the device: [] for all, [num_kv_heads], or [num_pages, page_size, num_kv_heads] (indexed as the cache), one per token and
-            head. None: 1; of an int8 cache both must be given.
+            read on the device: [] for all, [num_kv_heads], or [num_pages, page_size, num_kv_heads] (indexed as the
+            cache), one per token and head. None: 1; of an int8 cache both must be given.
         layout: "NHD" or "HND".
         len_hint: Typical length in tokens, known to the host; may steer tile sizes, never results.
         schedule: A `Schedule`: how the step's requests are shared among programs. A hint too.
@@ -742,8 +742,8 @@ class RaggedKV(KVView):
     64
 
     Args:
-        k, v: [total_tokens, num_kv_heads, head_dim], any strides with the last 1; dtypes as for PagedKV. The value width
-            may differ.
+        k, v: [total_tokens, num_kv_heads, head_dim], any strides with the last 1; dtypes as for PagedKV. The value
+            width may differ.
         kv_indptr: [≥ batch + 1] int32, prefix sums of tokens per request. Clamped on the device to 0…total_tokens.
         kv_start: [≥ batch] int32, tokens of a request before it are invisible.
         k_scale, v_scale: As for PagedKV; per token and head [total_tokens, num_kv_heads].
@@ -800,8 +800,8 @@ class LatentKV(KVView):
     (1, 576, 512)
 
     Args:
-        cache: [num_pages, page_size, width], any strides with the last 1; dtypes as for PagedKV. A cache with one stretch
-            of tokens per request is one whose pages are these stretches.
+        cache: [num_pages, page_size, width], any strides with the last 1; dtypes as for PagedKV. A cache with one
+            stretch of tokens per request is one whose pages are these stretches.
         page_table, seq_lens: As for PagedKV.
         head_dim_v: Width of a value: the first so many columns of a row.
         rows, kv_start: As for PagedKV.

@@ -678,8 +678,8 @@ def make_problem(seed: int, *, device: torch.device | str = "cpu", **choices: An
               workspace could hold beyond the call
             - poison: what slots that nothing sees hold, "nan", "inf" or "zero", as far as their dtype has it; of scales
               that tokens have of their own too
-            - cache: None (the dtype of queries) or a quantised dtype; k_scale, v_scale: for these a "number", a "tensor"
-              for all, one per "head" or per "token"
+            - cache: None (the dtype of queries) or a quantised dtype; k_scale, v_scale: for these a "number", a
+              "tensor" for all, one per "head" or per "token"
 
     Raises:
         TypeError: a name that is no choice.
@@ -858,7 +858,7 @@ class _Maker:
         return found[0], found[1], scales
 
     def scale(self, kind: str, seen: Tensor, heads: int, fill: float) -> tuple[Tensor | float, Tensor]:
-        """A scale of this kind, poisoned for tokens that are not seen, and as a factor of [..., tokens, heads, width]."""
+        """A scale of this kind, poisoned for unseen tokens, and as a factor of [..., tokens, heads, width]."""
 
         def draw(*shape: int) -> Tensor:
             return torch.exp2(torch.rand(shape, generator=self.generator) * 2 - 6)

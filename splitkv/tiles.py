@@ -142,9 +142,10 @@ def check_dtype(target: Target, dtype: torch.dtype) -> None:
 def check_cache_dtype(target: Target, dtype: torch.dtype) -> None:
     """Raise TypeError where a target cannot read caches of a dtype.
 
-    >>> check_cache_dtype(Target("cuda:90", num_sms=132, shared_memory=232448), torch.float8_e4m3fnuz)
+    >>> H100 = Target("cuda:90", num_sms=132, shared_memory=232448)
+    >>> check_cache_dtype(H100, torch.float8_e4m3fnuz)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    TypeError: kv: expected torch.float8_e4m3fn or torch.float8_e5m2 on cuda:90, which lacks FNUZ formats, given torch.float8_e4m3fnuz
+    TypeError: kv: expected torch.float8_e4m3fn or torch.float8_e5m2 on cuda:90, which lacks FNUZ formats, given ...
     """
     if dtype in FNUZ_DTYPES and not target.fnuz:
         raise TypeError(

@@ -28,7 +28,7 @@ from splitkv.config import cdiv
 FULL = os.environ.get("SPLITKV_FULL") == "1"
 WIDTHS = ((64, 64), (128, 128), (256, 256), (512, 512), (576, 512))
 DTYPES = ("float16", "bfloat16", "float32")
-SPILLED = 112
+SPILLED = 128
 """Bytes per thread that may spill where tiles are large, rows unaligned or rules many: registers around the loop."""
 FEW_SPILLED = 16
 """Likewise in plain decode, there outside the loop over keys, and in the other kernels."""

@@ -533,7 +533,8 @@ def test_latent_widths_and_page_sizes(device: torch.device, width: int, width_v:
 def test_query_heads_on_one_latent_head(device: torch.device, group_size: int, cache: torch.dtype | None) -> None:
     problem = make_problem(
         group_size, device=device, kind="latent", lens=(70, 3), head_dim=80, head_dim_v=64, page_size=64,
-        group_size=group_size, dtype=torch.bfloat16, cache=cache, query="several" if group_size < 100 else "one", q_len=2,
+        group_size=group_size, dtype=torch.bfloat16, cache=cache, q_len=2,
+        query="several" if group_size < 100 else "one",
         mask="causal", q_tile_rows=None, num_splits=1 if group_size > 100 else 3, split_tokens=None,
     )  # fmt: skip
     problem.expected().check(*problem.decode(problem.workspace()), what=problem)
@@ -583,7 +584,8 @@ def test_long_sequences(cache: torch.dtype | None, kind: str, scale: str, dtype:
 def test_a_graph_is_right_after_scales_and_tokens_have_changed(device: torch.device, kind: str) -> None:
     problem = make_problem(
         2, device=device, kind=kind, lens=(300, 5), head_dim=128, head_dim_v=128, page_size=16, dtype=torch.bfloat16,
-        cache=torch.float8_e4m3fn, query="one", k_scale="token", v_scale="token", poison="zero", kv_strides="contiguous",
+        cache=torch.float8_e4m3fn, query="one", k_scale="token", v_scale="token", poison="zero",
+        kv_strides="contiguous",
         clamped=False, alias_v=False, kv_start=False, shared_pages=False,
     )  # fmt: skip
     workspace = problem.workspace()
