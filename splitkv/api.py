@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -150,9 +151,9 @@ def decode(
         sinks: [num_q_heads] float32 or the workspace's dtype: a logit per head that joins the softmax denominator.
         alibi_slopes: [num_q_heads] float32: slope · |position - key| is subtracted from the scaled scores.
         tree_mask: [batch, max_q_len, ceil(max_q_len / 32)] int32: bit j % 32 of word j // 32 of row i says whether
-            draft token i sees draft token j. Replaces the causal rule among query tokens; all keys before them stay
-            visible. Where a request on the device has more than max_q_len query tokens, bits that the mask lacks count
-            as 0: those tokens see the keys before the query tokens alone, and no token sees them.
+            draft token i sees draft token j. Replaces the causal rule among query tokens (causal=False is refused); all
+            keys before them stay visible. Where a request on the device has more than max_q_len query tokens, bits that
+            the mask lacks count as 0: those tokens see the keys before the query tokens alone, and no token sees them.
         num_splits: Force every tile into that many parts, part p of n being tokens p · len // n … (p + 1) · len // n.
             None: as the workspace's split_tokens says, or balanced over the GPU.
         out: [*q.shape[:-1], head_dim_v] of the workspace's dtype, or float32 for a result that is to be merged; any
@@ -370,8 +371,14 @@ def supports(q: Tensor, kv: KVView, workspace: Workspace, **rules: Any) -> str |
     """Why `decode` would refuse this call, or None. Launches nothing.
 
     Args:
-        q, kv, workspace, **rules: As for `decode`.
+        q, kv, workspace, **rules: As for `decode`; with group_ids and prefix_lens, as for `decode_shared_prefix`.
+
+    Raises:
+        TypeError: a keyword that neither knows.
     """
+    for name in rules:
+        if name not in inspect.signature(plan_decode).parameters:
+            raise TypeError(f"supports() got an unexpected keyword argument {name!r}")
     try:
         plan_decode(q, kv, workspace, **rules)
     except (TypeError, ValueError) as error:

@@ -191,7 +191,8 @@ class CallForm:
                 raise ValueError(
                     f"{name}: expected at most {slots} partial tiles (the workspace's capacity for {rows} rows of "
                     f"width {self.head_dim_v}), given {units * self.num_kv_heads} "
-                    f"({q_tiles} query tiles · {self.num_kv_heads} KV heads · {parts} parts)"
+                    f"({q_tiles} query tiles · {self.num_kv_heads} KV heads · {parts} parts): a larger max_splits or "
+                    "q_tile_rows in its config makes room"
                 )
         else:
             schedule, parts = BALANCED, 0

@@ -231,7 +231,7 @@ def test_capacities_of_the_workspace_are_named() -> None:
     reason = splitkv.supports(workspace=scratch, **good() | dict(num_splits=None))
     assert reason == (
         "split_tokens: expected at most 31 partial tiles (the workspace's capacity for 16 rows of width 24), "
-        "given 32 (2 query tiles · 2 KV heads · 8 parts)"
+        "given 32 (2 query tiles · 2 KV heads · 8 parts): a larger max_splits or q_tile_rows in its config makes room"
     )
 
 
@@ -447,3 +447,9 @@ def test_a_negated_view_is_refused(device):
         splitkv.decode(torch._neg_view(q), kv, workspace)
     with pytest.raises(ValueError, match="k: expected numbers as they lie in memory"):
         splitkv.ContiguousKV(torch._neg_view(k), k, lens)
+
+
+def test_supports_takes_no_unknown_rule() -> None:
+    arguments = good()
+    with pytest.raises(TypeError, match=r"supports\(\) got an unexpected keyword argument 'tree'"):
+        splitkv.supports(workspace=splitkv.Workspace.allocate(CONFIG, DEVICE), tree=3, **arguments)
