@@ -376,9 +376,9 @@ def supports(q: Tensor, kv: KVView, workspace: Workspace, **rules: Any) -> str |
     Raises:
         TypeError: a keyword that neither knows.
     """
-    for name in rules:
-        if name not in inspect.signature(plan_decode).parameters:
-            raise TypeError(f"supports() got an unexpected keyword argument {name!r}")
+    unknown = rules.keys() - inspect.signature(plan_decode).parameters
+    if unknown:
+        raise TypeError(f"supports() got an unexpected keyword argument {min(unknown)!r}")
     try:
         plan_decode(q, kv, workspace, **rules)
     except (TypeError, ValueError) as error:
@@ -451,22 +451,22 @@ def check_sinks(sinks: object, q: Tensor, dtype: torch.dtype) -> None:
     _check_heads("sinks", sinks, q, "q", *dict.fromkeys((torch.float32, dtype)))
 
 
-def check_out(out: object, shape: Sequence[int], q: Tensor, dtype: torch.dtype) -> None:
-    """Check a tensor that an output of this shape will be written to, of this dtype or float32."""
+def check_out(out: object, shape: Sequence[int], beside: Tensor, of: str, *dtypes: torch.dtype) -> None:
+    """Check a tensor that an output of this shape will be written to, on the device of `beside`, argument `of`."""
     out = checks.check_tensor("out", out)
-    checks.check_dtype("out", out, *dict.fromkeys((dtype, torch.float32)))
+    checks.check_dtype("out", out, *dict.fromkeys(dtypes))
     checks.check_shape("out", out, shape)
-    checks.check_device("out", out, q.device, "q")
+    checks.check_device("out", out, beside.device, of)
     checks.check_last_stride("out", out)
     checks.check_no_overlap("out", out)
 
 
-def check_lse(lse: object, shape: Sequence[int], q: Tensor) -> None:
-    """Check a tensor that log-sum-exps of this shape will be written to."""
+def check_lse(lse: object, shape: Sequence[int], beside: Tensor, of: str) -> None:
+    """Check a tensor that log-sum-exps of this shape will be written to, on the device of `beside`, argument `of`."""
     lse = checks.check_tensor("lse", lse)
     checks.check_dtype("lse", lse, torch.float32)
     checks.check_shape("lse", lse, shape)
-    checks.check_device("lse", lse, q.device, "q")
+    checks.check_device("lse", lse, beside.device, of)
     checks.check_no_overlap("lse", lse)
 
 
@@ -585,9 +585,9 @@ def plan_decode(
     if out is None:
         out = view_of(workspace.out, "out", out_shape)
     else:
-        check_out(out, out_shape, q, config.dtype)
+        check_out(out, out_shape, q, "q", config.dtype, torch.float32)
     if lse is not None:
-        check_lse(lse, q.shape[:-1], q)
+        check_lse(lse, q.shape[:-1], q, "q")
     elif want_lse:
         lse = view_of(workspace.lse, "lse", q.shape[:-1])
 
@@ -982,21 +982,12 @@ def merge(
     if out is None:
         out = torch.empty(out_shape, dtype=outs.dtype, device=outs.device)
     else:
-        checks.check_tensor("out", out)
-        checks.check_dtype("out", out, *DTYPES)
-        checks.check_shape("out", out, out_shape)
-        checks.check_device("out", out, outs.device, "outs")
-        checks.check_last_stride("out", out)
-        checks.check_no_overlap("out", out)
+        check_out(out, out_shape, outs, "outs", *DTYPES)
         checks.check_in_place("out", out, "outs", outs, within)
     if lse is None:
         lse = torch.empty(lse_shape(out_shape[:-1]), dtype=torch.float32, device=outs.device)
     else:
-        checks.check_tensor("lse", lse)
-        checks.check_dtype("lse", lse, torch.float32)
-        checks.check_shape("lse", lse, lse_shape(out_shape[:-1]))
-        checks.check_device("lse", lse, outs.device, "outs")
-        checks.check_no_overlap("lse", lse)
+        check_lse(lse, lse_shape(out_shape[:-1]), outs, "outs")
         checks.check_in_place("lse", lse, "lses", lses, within)
     if not heads_last:
         lses, written_lse = lses.transpose(-2, -1), lse.transpose(-2, -1)

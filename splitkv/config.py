@@ -247,8 +247,7 @@ class StepConfig:
         tile_tokens: Query tokens per entry of the tile maps, ≥ 1.
         max_mask_len: Longest mask that `StepState.decode_mask` can make; 0: none is kept.
         max_page_updates: Most page-table updates in one bind. None: 16384, or one per request and new token where that
-            is more. Each takes 20 bytes on the device, and in each of sixteen pieces of
-            host memory.
+            is more. Each takes 20 bytes on the device, and in each of sixteen pieces of host memory.
 
     Defaults given as None are replaced by their values, so that every field can be read.
 

@@ -183,7 +183,9 @@ def decode(
     if not isinstance(workspace, Workspace):
         raise TypeError(f"workspace: expected a splitkv.Workspace, given {type(workspace).__name__}")
     if not isinstance(kv, KVView):
-        raise TypeError(f"kv: expected a shard of a PagedKV, ContiguousKV or RaggedKV, given {type(kv).__name__}")
+        raise TypeError(
+            f"kv: expected a shard of a PagedKV, ContiguousKV or RaggedKV, given {type(kv).__name__}"
+        )
     rank, size = exchange.rank, exchange.size
     if kv.positions is None:
         raise ValueError(
@@ -215,11 +217,11 @@ def decode(
     if out is None:
         out = api.view_of(workspace.out, "out", (*tokens, share, width))
     else:
-        api.check_out(out, (*tokens, share, width), q, workspace.config.dtype)
+        api.check_out(out, (*tokens, share, width), q, "q", workspace.config.dtype, torch.float32)
     if lse is None:
         lse = api.view_of(workspace.lse, "lse", (*tokens, share))
     else:
-        api.check_lse(lse, (*tokens, share), q)
+        api.check_lse(lse, (*tokens, share), q, "q")
     if checks.debugging() and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         _check_lengths(kv, exchange, q.shape[0] if qo_indptr is None else qo_indptr.shape[0] - 1)
 

@@ -287,11 +287,15 @@ class StepState:
             buffer.event.record(self._stream)
         count = len(self._staging)
         order = [(self._staging_index + 1 + i) % count for i in range(count)]
-        index = next((i for i in order if self._staging[i].free()), order[0])
-        if not (chosen := self._staging[index]).free():
-            chosen.event.synchronize()
-        self._staging_index, chosen.used = index, 0
-        return chosen
+        for index in order:
+            if self._staging[index].free():
+                break
+        else:
+            index = order[0]
+            self._staging[index].event.synchronize()
+        self._staging_index, buffer = index, self._staging[index]
+        buffer.used = 0
+        return buffer
 
     def _send(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source, non_blocking=self.device.type == "cuda")

@@ -125,7 +125,6 @@ def test_default_scale_is_of_the_key(device, width, width_v):
         assert_rows(result, 0.75, math.log(4))
 
 
-@pytest.mark.skipif(not hasattr(splitkv, "LatentKV"), reason="there is no latent cache view yet")
 def test_latent_cache_has_no_default_scale(device):
     """Case 17: a latent cache's scale is not 1/√width: a call without one is refused."""
     cache = torch.full((10, 4, 24), 1000.0, device=device)
