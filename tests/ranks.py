@@ -28,6 +28,7 @@ from splitkv import distributed
 from splitkv.testing import PoisonedWorkspace, Problem, make_problem, same_bits
 
 HOWS = ("contiguous", "round robin")
+START = 60.0  # seconds that processes may take to start
 
 
 class Failed(Exception):
@@ -63,6 +64,9 @@ class Ranks:
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
+        # No job before every rank is connected to every other: one that ends at once would break the others' start.
+        for pipe in self._pipes:
+            assert pipe.poll(START) and pipe.recv() == "connected"
 
     def ask(self, job: Callable[..., Any], *args: Any, size: int) -> list[Any]:
         """What job(group, rank, size, *args) returns on each rank of the group of `size`, or the exceptions' texts."""
@@ -95,9 +99,10 @@ def _serve(rank: int, count: int, store: str, backend: str, timeout: float, pipe
     torch.set_num_threads(1)
     patience = datetime.timedelta(seconds=timeout)
     dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=count, timeout=patience
+        backend, init_method=f"file://{store}", rank=rank, world_size=count, timeout=datetime.timedelta(seconds=START)
     )  # fmt: skip
     groups = {n: dist.new_group(range(count - n, count), timeout=patience) for n in range(1, count + 1)}
+    pipe.send("connected")
     while True:
         try:
             job, size, args = pipe.recv()
