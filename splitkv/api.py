@@ -217,7 +217,7 @@ def decode_shared_prefix(
 
     Args:
         q, workspace: As for `decode`.
-        kv: A PagedKV, by table or CSR.
+        kv: A PagedKV, by table or CSR, or a LatentKV.
         group_ids: [≥ batch] int32, the group of each request in 0…batch - 1, in any order; requests of another number,
             such as -1, share nothing. Alone in its group, a request shares nothing either.
         prefix_lens: [≥ batch] int32, how many of its first tokens a request shares with its group, whole pages or not.
@@ -558,7 +558,9 @@ def plan_decode(
         for name, vector in (("group_ids", group_ids), ("prefix_lens", prefix_lens)):
             checks.check_index_vector(name, vector, q.device, "q", least=batch)
         if kv.addressing.kind not in (PAGED, CSR):
-            raise TypeError(f"kv: expected a PagedKV, whose requests can share pages, given {type(kv).__name__}")
+            raise TypeError(
+                f"kv: expected a PagedKV or LatentKV, whose requests can share pages, given {type(kv).__name__}"
+            )
         if kv.positions is not None:
             raise ValueError("kv: expected a view of whole sequences, given a shard")
 
@@ -631,20 +633,22 @@ def plan_decode(
         latent=kv.latent,
         k_scale_per_token=kv.scales[0].per_token,
         v_scale_per_token=kv.scales[1].per_token,
+        native=workspace.target.converts_float8 and not _interpreter.interpreting(),
         widen=_widen(config.dtype),
         shares_keys=shares_keys,
         has_kv_start=kv.kv_start is not None,
     )
     q_tiles = form.q_tiles(batch, total_q, kv_vector)
+    same_strides = where.stride_k[1] == head_dim if kv.latent else stride_k == stride_v
     if shares_keys and batch > 1:
         variant = form.choose_shared(
-            batch, q_tiles, total_q, _vector(ALIGNED_BYTES, q), kv_vector, stride_k == stride_v
+            batch, q_tiles, total_q, _vector(ALIGNED_BYTES, q), kv_vector, same_strides
         )  # fmt: skip
     else:
         # As many elements of out as of q, which may be wider.
         out_bytes = ALIGNED_BYTES * out.element_size() // q.element_size()
         q_vector = min(_vector(ALIGNED_BYTES, q), _vector(out_bytes, out))
-        variant = form.choose(batch, q_tiles, q_vector, kv_vector, stride_k == stride_v)
+        variant = form.choose(batch, q_tiles, q_vector, kv_vector, same_strides)
     out_strides = _row_strides(out, ragged, last=True)
     lse_strides = (0, 0, 0) if lse is None else _row_strides(lse, ragged, last=False)
     scale_strides = [

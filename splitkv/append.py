@@ -109,13 +109,11 @@ def append_kv(k_new: Tensor, v_new: Tensor | None, kv: KVView, slots: Tensor) ->
         k_new: [tokens, num_kv_heads, head_dim] of the cache's dtype (then copied as it is, and no scale is written), or
             of a quantised cache float16, bfloat16 or float32; any strides with the last 1, such as a slice of a fused
             projection.
-        v_new: [tokens, num_kv_heads, head_dim_v], of the dtype of k_new. None for a LatentKV, whose values are in
-            k_new.
+        v_new: [tokens, num_kv_heads, head_dim_v], of the dtype of k_new. None for a LatentKV: its values are in k_new.
         kv: The cache. Its lengths and page table are not read: slots say all.
         slots: [≥ tokens] int32, such as `StepState.out_cache_loc`; those past the tokens are ignored. A slot is
             page · page_size + offset (PagedKV, LatentKV), row · max_len + offset (ContiguousKV) or a token's index
-            (RaggedKV).
-            Tokens with a negative slot are skipped, and so are those with a slot past the cache's end (with
+            (RaggedKV). Tokens with a negative slot are skipped, and so are those with a slot past the cache's end (with
             `SPLITKV_DEBUG=1` that raises).
 
     Raises:

@@ -183,7 +183,9 @@ def decode(
     if not isinstance(workspace, Workspace):
         raise TypeError(f"workspace: expected a splitkv.Workspace, given {type(workspace).__name__}")
     if not isinstance(kv, KVView):
-        raise TypeError(f"kv: expected a shard of a PagedKV, ContiguousKV or RaggedKV, given {type(kv).__name__}")
+        raise TypeError(
+            f"kv: expected a shard of a PagedKV, ContiguousKV, RaggedKV or LatentKV, given {type(kv).__name__}"
+        )
     rank, size = exchange.rank, exchange.size
     if kv.positions is None:
         raise ValueError(

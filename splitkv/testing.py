@@ -676,8 +676,8 @@ def make_problem(seed: int, *, device: torch.device | str = "cpu", **choices: An
               dtype of q); alibi; spread: standard deviation of the scores
             - num_splits, split_tokens, max_parts, max_splits, q_tile_rows; spare: requests and query tokens that the
               workspace could hold beyond the call
-            - poison: what slots that nothing sees hold, "nan", "inf" or "zero", as far as their dtype has it; of scales
-              that tokens have of their own too
+            - poison: what slots that nothing sees hold, "nan", "inf" or "zero", as far as their dtype has it; so do
+              scales that tokens have of their own
             - cache: None (the dtype of queries) or a quantised dtype; k_scale, v_scale: for these a "number", a
               "tensor" for all, one per "head" or per "token"
 
@@ -858,7 +858,7 @@ class _Maker:
         return found[0], found[1], scales
 
     def scale(self, kind: str, seen: Tensor, heads: int, fill: float) -> tuple[Tensor | float, Tensor]:
-        """A scale of this kind, poisoned for unseen tokens, and as a factor of [..., tokens, heads, width]."""
+        """A scale of this kind, poisoned for tokens that are not seen, and as a factor of [..., heads, width]."""
 
         def draw(*shape: int) -> Tensor:
             return torch.exp2(torch.rand(shape, generator=self.generator) * 2 - 6)

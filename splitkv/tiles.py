@@ -39,6 +39,11 @@ class Target:
         return _cuda_arch(self) >= 90
 
     @property
+    def converts_float8(self) -> bool:
+        """Whether it has instructions that make float16 of 8-bit floats (NVIDIA's sm_89 and newer)."""
+        return _cuda_arch(self) >= 89
+
+    @property
     def fnuz(self) -> bool:
         """Whether it has the 8-bit floats without a negative zero (float8_e4m3fnuz, float8_e5m2fnuz)."""
         return self.arch in ("hip:gfx940", "hip:gfx941", "hip:gfx942")
@@ -164,25 +169,63 @@ def _without_tensor_cores(target: Target, dtype: torch.dtype) -> bool:
     return dtype.itemsize == 4 or 0 < _cuda_arch(target) < 80
 
 
+def _widths(head_dim: int, head_dim_v: int, latent: bool) -> tuple[int, int]:
+    """Columns of a block of keys and of one of values, padding included."""
+    if latent:
+        block, tail = split_latent_width(head_dim, head_dim_v)
+        return block + tail, block
+    return sum(split_width(head_dim)), sum(split_width(head_dim_v))
+
+
+def _quantized(kv_dtype: torch.dtype | None) -> bool:
+    return kv_dtype is not None and kv_dtype.itemsize == 1
+
+
+def _latent_warp_groups(target: Target, dtype: torch.dtype, rows: int, kv_dtype: torch.dtype | None) -> bool:
+    """Whether a tile of many rows over latent rows is computed by Hopper's products of warp groups.
+
+    Both of its products read the one block of keys in shared memory, and the results of 64 rows fill the registers.
+    """
+    return rows == 64 and dtype.itemsize == 2 and not _quantized(kv_dtype) and 90 <= _cuda_arch(target) < 100
+
+
 def shared_bytes(
-    target: Target, dtype: torch.dtype, head_dim: int, head_dim_v: int, rows: int, block_n: int, num_stages: int
+    target: Target,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    rows: int,
+    block_n: int,
+    num_stages: int,
+    *,
+    kv_dtype: torch.dtype | None = None,
+    latent: bool = False,
 ) -> int:
-    """Upper estimate of the shared memory of one program: buffered keys and values, the query and the weights."""
-    width, width_v = sum(split_width(head_dim)), sum(split_width(head_dim_v))
+    """Upper estimate of the shared memory of one program: buffered keys and values, the query and the weights.
+
+    Args:
+        target, dtype, head_dim, head_dim_v, rows, kv_dtype, latent: As for `choose`.
+        block_n, num_stages: As for `Tiles`.
+    """
+    width, width_v = _widths(head_dim, head_dim_v, latent)
+    columns = width if latent else width + width_v
     itemsize = 4 if _without_tensor_cores(target, dtype) else dtype.itemsize
+    quantized = _quantized(kv_dtype)
     query = rows * width
-    if 90 <= _cuda_arch(target) < 120 and rows >= 64 and dtype.itemsize == 2 and num_stages > 1:
+    if 90 <= _cuda_arch(target) < 120 and rows >= 64 and dtype.itemsize == 2 and num_stages > 1 and not quantized:
         # Products of warp groups run on while the next block is copied, which takes a buffer more. Their weights stay
         # in registers, but where eight warps share them.
-        weights = rows * block_n if rows * max(width, width_v) >= 64 * 256 else 0
-        return itemsize * (num_stages * block_n * (width + width_v) + query + weights) + 1024
-    buffers = (num_stages - 1) * block_n * (width + width_v)
+        weights = rows * block_n if rows * max(width, width_v) >= 64 * 256 and not latent else 0
+        return itemsize * (num_stages * block_n * columns + query + weights) + 1024
+    buffers = (num_stages - 1) * block_n * columns * (1 if quantized else itemsize)
     if num_stages == 1:
         # Without a pipeline values take the place of their keys, and on AMD both that of the query.
-        buffers = block_n * max(width, width_v)
+        buffers = itemsize * block_n * max(width, width_v)
         if target.arch.startswith("hip:"):
-            buffers = max(buffers - query, 0)
-    return itemsize * (buffers + query + rows * block_n) + 4 * rows * 16
+            buffers = max(buffers - itemsize * query, 0)
+    if quantized:
+        buffers += 2 * 4 * num_stages * block_n  # scales of tokens
+    return buffers + itemsize * (query + rows * block_n) + 4 * rows * 16
 
 
 def _candidates(
@@ -193,9 +236,11 @@ def _candidates(
     rows: int,
     aligned: bool,
     blocks: Blocks,
+    kv_dtype: torch.dtype | None,
+    latent: bool,
 ) -> list[tuple[int, int, int]]:
     """(block_n, num_stages, shared bytes) of the tiles that fit a target, the best first."""
-    wide = max(sum(split_width(head_dim)), sum(split_width(head_dim_v)))
+    wide = max(_widths(head_dim, head_dim_v, latent))
     long_spills = 64 * 128 if 100 <= _cuda_arch(target) < 120 else 64 * 256
     if rows == 128:
         long_spills += 1  # its eight warps have as much to keep as four have of half the rows
@@ -203,32 +248,70 @@ def _candidates(
     if not aligned or 0 < _cuda_arch(target) < 80:
         # Element by element, or before sm_80, nothing can be copied ahead, and what is loaded fills the registers.
         cuts = cuts[-1:]
+    elif dtype.itemsize == 4 and _quantized(kv_dtype):
+        # Blocks copied ahead, once more as float32, and operands of ordinary products do not find the registers.
+        cuts = cuts[-1:]
     elif dtype.itemsize == 4 and _cuda_arch(target) in FLOAT32_SPILLS:
         cuts = [(16, 3), (16, 2), (16, 1)]
-    elif dtype.itemsize == 4 or rows * wide >= long_spills or (rows <= 16 and wide <= 128 and blocks != Blocks.LONG):
+    elif _quantized(kv_dtype) and target.arch.startswith("hip:") and wide > 256:
+        cuts = cuts[4:]
+    elif latent and _latent_warp_groups(target, dtype, rows, kv_dtype):
+        pass
+    elif latent and dtype.itemsize == 2 and rows <= 16 and wide > 320:
+        # Measured on an H200 for widths of 576 and 512: one program of eight warps and long blocks, where they fit.
+        cuts = [cuts[0], *cuts[2:]]
+    elif dtype.itemsize == 4 or rows * wide >= long_spills or latent:
         cuts = cuts[2:]
-    sized = [(*cut, shared_bytes(target, dtype, head_dim, head_dim_v, rows, *cut)) for cut in cuts]
+    elif _quantized(kv_dtype):
+        # Tokens of half as many bytes, or less: as many bytes in flight take longer blocks. Where numbers are not
+        # converted by instructions of their own, what that takes fills the registers.
+        cuts = cuts if target.converts_float8 and wide <= 256 else cuts[2:]
+    elif rows <= 16 and wide <= 128 and blocks != Blocks.LONG:
+        cuts = cuts[2:]
+    sized = [
+        (*cut, shared_bytes(target, dtype, head_dim, head_dim_v, rows, *cut, kv_dtype=kv_dtype, latent=latent))
+        for cut in cuts
+    ]
     return [cut for cut in sized if cut[2] <= target.shared_memory]
 
 
 def fit_rows(
-    target: Target, dtype: torch.dtype, head_dim: int, head_dim_v: int, rows: int, *, aligned: bool = True
+    target: Target,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    rows: int,
+    *,
+    aligned: bool = True,
+    kv_dtype: torch.dtype | None = None,
+    latent: bool = False,
 ) -> int:
     """Most rows of a query tile, up to `rows`, that a target's registers and shared memory have room for.
 
     >>> H100 = Target("cuda:90", num_sms=132, shared_memory=232448, sm_shared_memory=233472)
     >>> fit_rows(H100, torch.float16, 128, 128, 64), fit_rows(H100, torch.float16, 576, 512, 64)
     (64, 32)
+    >>> fit_rows(H100, torch.float16, 576, 512, 128, latent=True)
+    64
+
+    Args:
+        target, dtype, head_dim, head_dim_v, aligned, kv_dtype, latent: As for `choose`.
+        rows: At most so many.
     """
+    if _quantized(kv_dtype) or not aligned:
+        # Warp-group products (64 rows on Hopper) of values that come through registers, not by an asynchronous copy,
+        # read wrong shared memory where key and value widths differ (seen with Triton 3.6).
+        rows = min(rows, 32)
     if target.arch == "cpu":
         return rows
     # Seen in the code compiled for each target: larger tiles of results than these spill, whatever the block.
-    wide = max(sum(split_width(head_dim)), sum(split_width(head_dim_v)))
+    wide = max(_widths(head_dim, head_dim_v, latent))
     most = 64 * 288
     if _without_tensor_cores(target, dtype):
         most //= 4 if _cuda_arch(target) in FLOAT32_SPILLS else 2
     while rows > 16 and (
-        rows * wide > most or not _candidates(target, dtype, head_dim, head_dim_v, rows, aligned, Blocks.SHORT)
+        (rows * wide > most and not (latent and _latent_warp_groups(target, dtype, rows, kv_dtype)))
+        or not _candidates(target, dtype, head_dim, head_dim_v, rows, aligned, Blocks.SHORT, kv_dtype, latent)
     ):
         rows //= 2
     return rows
@@ -243,26 +326,30 @@ def choose(
     *,
     aligned: bool = True,
     blocks: Blocks = Blocks.SHORT,
+    kv_dtype: torch.dtype | None = None,
+    latent: bool = False,
 ) -> Tiles:
     """Tiles for a geometry on a target.
 
     Args:
         target: The device.
-        dtype: Of queries and caches.
+        dtype: Of queries.
         head_dim, head_dim_v: Key and value width.
         rows: Rows of a query tile.
         aligned: Whether rows of keys and values can be copied 16 bytes at a time.
         blocks: What `prefer_blocks` says.
+        kv_dtype: Of caches; None: that of queries.
+        latent: Whether values are the first columns of keys, and loaded with them.
 
     Raises:
         ValueError: nothing fits the shared memory of a program; names the widths and the limit.
     """
     if target.arch == "cpu":
         return Tiles(block_n=32, num_warps=4, num_stages=1, programs_per_sm=4, min_chunk=16)
-    wide = max(sum(split_width(head_dim)), sum(split_width(head_dim_v)))
-    fitting = _candidates(target, dtype, head_dim, head_dim_v, rows, aligned, blocks)
+    wide = max(_widths(head_dim, head_dim_v, latent))
+    fitting = _candidates(target, dtype, head_dim, head_dim_v, rows, aligned, blocks, kv_dtype, latent)
     if not fitting:
-        least = shared_bytes(target, dtype, head_dim, head_dim_v, rows, 16, 1)
+        least = shared_bytes(target, dtype, head_dim, head_dim_v, rows, 16, 1, kv_dtype=kv_dtype, latent=latent)
         raise ValueError(
             f"head_dim: expected widths whose tiles fit {target.shared_memory} bytes of shared memory on "
             f"{target.arch}, given head_dim {head_dim}, head_dim_v {head_dim_v} with {rows} rows of {dtype} "
@@ -274,17 +361,24 @@ def choose(
     num_warps = 8 if wide > 256 or rows * wide >= heavy else 4
     narrow = dtype.itemsize == 2 and wide <= 128 and rows <= 16 and block_n == 32
     most = 4 if narrow and blocks == Blocks.SHORT else 2
+    if latent and dtype.itemsize == 2 and rows <= 16 and block_n == 32 and wide <= 320:
+        # The products of a block wait for one another: of two programs one computes while the other waits.
+        num_warps = 4
+    elif _quantized(kv_dtype) and dtype.itemsize == 2 and wide in (16, 32, 64, 128) and rows <= 16 and block_n == 64:
+        most = 2 if blocks == Blocks.LONG else 3
     if num_warps == 8 or (target.arch.startswith("hip:") and rows * wide >= 32 * 256):
         most = 1  # more would not find the registers
+    elif target.arch.startswith("hip:") and _quantized(kv_dtype):
+        most = min(most, 2)
     programs = min(most, max(1, target.sm_shared_memory // (needed + RESERVED)))
     return Tiles(
         block_n=block_n,
         num_warps=num_warps,
         num_stages=num_stages,
         programs_per_sm=programs,
-        min_chunk=2 * block_n if narrow and blocks == Blocks.FEW else block_n,
+        min_chunk=2 * block_n if (narrow or latent) and blocks == Blocks.FEW else block_n,
         tile_cost=128 if block_n >= 64 else 64,
-        max_registers=128 if programs > 2 and target.arch.startswith("cuda:") else 0,
+        max_registers={3: 168, 4: 128}.get(programs, 0) if target.arch.startswith("cuda:") else 0,
     )
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from splitkv.config import DTYPES, next_power_of_2, require_int
+from splitkv.config import DTYPES, QUANTIZED_DTYPES, next_power_of_2, require_int
 from splitkv.tiles import Tiles
 
 FORMAT = "splitkv-tiles/1"
 _POWERS_OF_TWO = ("block_n", "num_warps")
+_KV_DTYPE_NAMES = ("", *(str(dtype).removeprefix("torch.") for dtype in QUANTIZED_DTYPES))
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
@@ -25,9 +26,11 @@ class TileKey:
 
     Attributes:
         arch: As `Target.arch`: "cuda:90", "hip:gfx942".
-        dtype: "bfloat16", "float16" or "float32", of queries and caches.
+        dtype: "bfloat16", "float16" or "float32", of queries.
         head_dim, head_dim_v: Key and value width.
         rows: Rows of a query tile.
+        kv_dtype: Of caches, such as "float8_e4m3fn"; "": that of queries.
+        latent: Whether they are those of a LatentKV.
     """
 
     arch: str
@@ -35,10 +38,22 @@ class TileKey:
     head_dim: int
     head_dim_v: int
     rows: int
+    kv_dtype: str = ""
+    latent: bool = False
 
     @classmethod
-    def of(cls, arch: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, rows: int) -> TileKey:
-        return cls(arch, str(dtype).removeprefix("torch."), head_dim, head_dim_v, rows)
+    def of(
+        cls,
+        arch: str,
+        dtype: torch.dtype,
+        head_dim: int,
+        head_dim_v: int,
+        rows: int,
+        kv_dtype: torch.dtype | None = None,
+        latent: bool = False,
+    ) -> TileKey:
+        cache = "" if kv_dtype in (None, dtype) else str(kv_dtype).removeprefix("torch.")
+        return cls(arch, str(dtype).removeprefix("torch."), head_dim, head_dim_v, rows, cache, latent)
 
 
 @dataclass
@@ -59,9 +74,18 @@ class TileTable:
     entries: dict[TileKey, Tiles] = field(default_factory=dict)
     about: dict[TileKey, dict[str, Any]] = field(default_factory=dict)
 
-    def lookup(self, arch: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, rows: int) -> Tiles | None:
+    def lookup(
+        self,
+        arch: str,
+        dtype: torch.dtype,
+        head_dim: int,
+        head_dim_v: int,
+        rows: int,
+        kv_dtype: torch.dtype | None = None,
+        latent: bool = False,
+    ) -> Tiles | None:
         """The tiles for this case, or None where the table has none."""
-        return self.entries.get(TileKey.of(arch, dtype, head_dim, head_dim_v, rows))
+        return self.entries.get(TileKey.of(arch, dtype, head_dim, head_dim_v, rows, kv_dtype, latent))
 
     def merged(self, newer: TileTable) -> TileTable:
         """Both tables as one; an entry of `newer` replaces that of the same key."""
@@ -123,14 +147,19 @@ def _read_entry(entry: Any) -> tuple[TileKey, Tiles, dict[str, Any]]:
         raise TypeError(f"expected an object, given {entry!r}")
     rest = dict(entry)
     names = [f.name for f in dataclasses.fields(TileKey)]
-    missing = [name for name in (*names, "tiles") if name not in rest]
+    required = [f.name for f in dataclasses.fields(TileKey) if f.default is dataclasses.MISSING]
+    missing = [name for name in (*required, "tiles") if name not in rest]
     if missing:
-        raise ValueError(f"expected {', '.join((*names, 'tiles'))}, given none of {', '.join(missing)}")
-    key = TileKey(**{name: rest.pop(name) for name in names})
+        raise ValueError(f"expected {', '.join((*required, 'tiles'))}, given none of {', '.join(missing)}")
+    key = TileKey(**{name: rest.pop(name) for name in names if name in rest})
     if not isinstance(key.arch, str):
         raise TypeError(f"arch: expected text, given {key.arch!r}")
     if key.dtype not in _DTYPE_NAMES:
         raise ValueError(f"dtype: expected one of {', '.join(_DTYPE_NAMES)}, given {key.dtype!r}")
+    if key.kv_dtype not in _KV_DTYPE_NAMES:
+        raise ValueError(f"kv_dtype: expected one of {', '.join(_KV_DTYPE_NAMES)}, given {key.kv_dtype!r}")
+    if not isinstance(key.latent, bool):
+        raise TypeError(f"latent: expected true or false, given {key.latent!r}")
     for name in ("head_dim", "head_dim_v", "rows"):
         require_int(name, getattr(key, name), 1)
     values = rest.pop("tiles")

@@ -78,12 +78,17 @@ def choose_tiles(
     rows: int,
     aligned: bool,
     blocks: tile_sizes.Blocks,
+    kv_dtype: torch.dtype,
+    latent: bool,
 ) -> tile_sizes.Tiles:
     """Those of a caller's table, or else those of `splitkv.tiles`, whose `choose` says what the arguments are."""
-    tiles = None if table is None else table.lookup(target.arch, dtype, head_dim, head_dim_v, rows)
-    if tiles is None:
-        tiles = tile_sizes.choose(target, dtype, head_dim, head_dim_v, rows, aligned=aligned, blocks=blocks)
-    return tiles
+    if table is not None:
+        tiles = table.lookup(target.arch, dtype, head_dim, head_dim_v, rows, kv_dtype, latent)
+        if tiles is not None:
+            return tiles
+    return tile_sizes.choose(
+        target, dtype, head_dim, head_dim_v, rows, aligned=aligned, blocks=blocks, kv_dtype=kv_dtype, latent=latent
+    )
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,7 @@ class CallForm:
         kv_format: What its elements are, as the kernels know it; 0 where it is not quantised.
         latent: Whether values are the first columns of keys.
         k_scale_per_token, v_scale_per_token: Whether every token of it has scales of its own.
+        native: Whether kernels may convert 8-bit numbers by instructions of the target's.
         widen: Whether products are computed in float32, for Triton's interpreter.
         shares_keys: Whether keys that requests have in common are attended for all of them at once.
         has_kv_start: Whether requests may have tokens hidden on the left.
@@ -134,6 +140,7 @@ class CallForm:
     latent: bool
     k_scale_per_token: bool
     v_scale_per_token: bool
+    native: bool
     widen: bool
     shares_keys: bool = False
     has_kv_start: bool = False
@@ -143,12 +150,17 @@ class CallForm:
         rows = self.config.q_tile_rows
         if self.q_len is not None:
             rows = min(rows, max(16, next_power_of_2(self.q_len * self.group_size)))
-        if kv_vector == 1 or self.has_tree or self.kv_format:
-            # Warp-group products (64 rows on Hopper) of values that come through registers, not by an asynchronous
-            # copy, read wrong shared memory where key and value widths differ (seen with Triton 3.6).
-            rows = min(rows, 32)
+        if self.has_tree:
+            rows = min(rows, 32)  # values come through registers then: `fit_rows` says why
         return tile_sizes.fit_rows(
-            self.target, self.config.dtype, self.head_dim, self.head_dim_v, rows, aligned=kv_vector > 1
+            self.target,
+            self.config.dtype,
+            self.head_dim,
+            self.head_dim_v,
+            rows,
+            aligned=kv_vector > 1,
+            kv_dtype=self.kv_dtype,
+            latent=self.latent,
         )
 
     def q_tiles(self, batch: int, total_q: int, kv_vector: int) -> int:
@@ -166,7 +178,8 @@ class CallForm:
             q_tiles: As the method of that name says.
             q_vector, kv_vector: Elements to whose multiple every row of q and out, and of K and V, is aligned: those of
                 ALIGNED_BYTES, or 1.
-            same_strides: Whether a token lies at the same offset in K and V.
+            same_strides: Whether a token lies at the same offset in K and V; of latent rows, whether those of a page
+                lie without gaps.
 
         Raises:
             ValueError: partials that the workspace cannot hold, or no tiles that fit the device.
@@ -180,8 +193,9 @@ class CallForm:
         if not fixed:
             blocks = tile_sizes.prefer_blocks(target, q_tiles * self.num_kv_heads, self.len_hint)
         tiles = choose_tiles(
-            target, self.tiles, config.dtype, self.head_dim, self.head_dim_v, rows, kv_vector > 1, blocks
-        )
+            target, self.tiles, config.dtype, self.head_dim, self.head_dim_v, rows, kv_vector > 1, blocks,
+            self.kv_dtype, self.latent,
+        )  # fmt: skip
         if fixed:
             schedule = FIXED_TOKENS if self.num_splits is None else FIXED_PARTS
             parts = config.max_parts if self.num_splits is None else self.num_splits
@@ -229,11 +243,13 @@ class CallForm:
             HAS_SOFTCAP=self.has_softcap,
             # Beside keys that are loaded element by element the rest is no matter: fewer kernels to compile.
             Q_VECTOR=q_vector if kv_vector > 1 else 1,
-            SAME_STRIDES=same_strides and self.by_page and kv_vector > 1,
+            SAME_STRIDES=same_strides and self.by_page and kv_vector > 1 and not self.latent,
             KV_VECTOR=kv_vector,
             KV_FORMAT=self.kv_format,
             K_SCALE_PER_TOKEN=self.k_scale_per_token,
             V_SCALE_PER_TOKEN=self.v_scale_per_token,
+            NATIVE=self.kv_format != 0 and kv_vector > 1 and self.native,
+            PACKED=same_strides and self.latent and kv_vector > 1,
             BLOCK_N=tiles.block_n,
             BLOCK_D=block_d,
             BLOCK_D_TAIL=block_d_tail,

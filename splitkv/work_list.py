@@ -109,12 +109,15 @@ class Schedule:
         kv.check_batch(batch)
         config, where = self.config, kv.addressing
         rows = min(config.q_tile_rows, max(16, next_power_of_2(config.group_size)))
-        rows = tile_sizes.fit_rows(self.target, config.dtype, config.head_dim, config.head_dim_v, rows)
+        rows = tile_sizes.fit_rows(
+            self.target, config.dtype, config.head_dim, config.head_dim_v, rows, kv_dtype=kv.dtype, latent=kv.latent
+        )
         q_tiles = batch * -(-config.group_size // rows)
         blocks = tile_sizes.prefer_blocks(self.target, q_tiles * config.num_kv_heads, kv.len_hint)
         tiles = choose_tiles(
-            self.target, self.tiles, config.dtype, config.head_dim, config.head_dim_v, rows, True, blocks
-        )
+            self.target, self.tiles, config.dtype, config.head_dim, config.head_dim_v, rows, True, blocks, kv.dtype,
+            kv.latent,
+        )  # fmt: skip
         slots = config.max_splits * config.q_tile_rows // rows
         launch(
             work_list_kernel,

@@ -86,11 +86,12 @@ class Case:
     Attributes:
         arch: A key of GPUS.
         dtype: Of queries and cache.
+        cache: Of the cache where it is quantised.
         head_dim, head_dim_v: Widths; a value that is narrower than its key is the first columns of the key's row.
         rows: Rows of the query tile: 16 for one query token, else as many tokens as it takes.
         aligned: Whether cache rows are aligned to 16 bytes.
         few: Whether there are few tiles beside the multiprocessors.
-        layout: "paged", "contiguous", "ragged" or "csr".
+        layout: "paged", "contiguous", "ragged", "csr" or "latent" (with "gaps" among the rules: between its rows).
         page_size: Tokens per page.
         schedule: "balanced", "tokens" (fixed parts of so many) or "parts" (fixed number).
         rules: Names of further arguments of the call.
@@ -111,14 +112,24 @@ class Case:
     rules: tuple[str, ...] = ()
     merge: bool = False
     others: bool = False
+    cache: str = ""
 
     def __str__(self) -> str:
         if self.others:
             return f"{self.arch} others"
         words = [self.arch, self.dtype, f"{self.head_dim}x{self.width_v}", f"rows{self.rows}", self.layout]
-        words += [f"page{self.page_size}"] if self.layout in ("paged", "csr") else []
+        words += [self.cache] if self.cache else []
+        words += [f"page{self.page_size}"] if self.layout in ("paged", "csr", "latent") else []
         words += [self.schedule, "few" if self.few else "many", "aligned" if self.aligned else "unaligned"]
         return " ".join([*words, *self.rules])
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return getattr(torch, self.cache or self.dtype)  # type: ignore[no-any-return]
+
+    @property
+    def latent(self) -> bool:
+        return self.layout == "latent"
 
     @property
     def width_v(self) -> int:
@@ -174,7 +185,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 def _cache(case: Case, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of this shape before the width, with rows that are an odd number of elements apart where unaligned."""
-    dtype, pad = getattr(torch, case.dtype), 0 if case.aligned else 1
+    dtype, pad = case.kv_dtype, 0 if case.aligned else 1
     k = _empty(*shape, case.head_dim + pad, dtype=dtype)[..., : case.head_dim]
     if case.width_v < case.head_dim:
         return k, k[..., : case.width_v]
@@ -197,17 +208,28 @@ def plan(case: Case) -> tuple[api.Plan, dict[int, int]]:
     listed = splitkv.Schedule.allocate(config, "meta") if "listed" in case.rules else None
     if listed is not None:
         listed.target = case.gpu.target
+    scales: dict[str, Any] = dict(k_scale=0.5, v_scale=0.5) if case.cache else {}
     if case.layout == "contiguous":
-        kv: Any = splitkv.ContiguousKV(*_cache(case, batch, 4096, heads), lens)
+        kv: Any = splitkv.ContiguousKV(*_cache(case, batch, 4096, heads), lens, **scales)
     elif case.layout == "ragged":
-        kv = splitkv.RaggedKV(*_cache(case, 4096, heads), _empty(batch + 1))
+        kv = splitkv.RaggedKV(*_cache(case, 4096, heads), _empty(batch + 1), **scales)
+    elif case.latent:
+        heads, group = 1, heads * group
+        rows = _empty(4096, case.page_size, case.head_dim + (64 if "gaps" in case.rules else 0), dtype=case.kv_dtype)
+        own = _empty(4096, case.page_size, dtype=torch.float32) if "token_scales" in case.rules else 0.5
+        kv = splitkv.LatentKV(
+            rows[..., : case.head_dim], _empty(batch, 4096), lens, head_dim_v=case.width_v, schedule=listed,
+            scale=own if case.cache else None,
+        )  # fmt: skip
     elif case.layout == "csr":
         pages = _cache(case, 4096, case.page_size, heads)
-        kv = splitkv.PagedKV.from_csr(*pages, _empty(batch + 1), _empty(4096), lens)
+        kv = splitkv.PagedKV.from_csr(*pages, _empty(batch + 1), _empty(4096), lens, **scales)
     else:
         starts = _empty(batch) if "kv_start" in case.rules else None
         pages = _cache(case, 4096, case.page_size, heads)
-        kv = splitkv.PagedKV(*pages, _empty(batch, 4096), lens, schedule=listed, kv_start=starts)
+        if "token_scales" in case.rules:
+            scales = {name: _empty(4096, case.page_size, heads, dtype=torch.float32) for name in scales}
+        kv = splitkv.PagedKV(*pages, _empty(batch, 4096), lens, schedule=listed, kv_start=starts, **scales)
     rules: dict[str, Any] = dict(
         window=dict(window_left=1023),
         softcap=dict(softcap=30.0),
@@ -218,10 +240,14 @@ def plan(case: Case) -> tuple[api.Plan, dict[int, int]]:
         lse=dict(want_lse=True),
         qo_indptr=dict(qo_indptr=_empty(batch + 1)),
         listed={},  # the view has a work list
+        token_scales={},  # tokens have scales of their own
+        gaps={},
         kv_start={},  # the view hides tokens
         shared=dict(group_ids=_empty(batch), prefix_lens=_empty(batch)),
     )
     arguments: dict[str, Any] = {"num_splits": 4} if case.schedule == "parts" else {}
+    if case.latent:
+        arguments["sm_scale"] = 0.1
     for rule in case.rules:
         arguments |= rules[rule]
     shape = (batch * q_len,) if "qo_indptr" in case.rules else (batch, q_len) if q_len > 1 else (batch,)
@@ -270,6 +296,15 @@ def other_launches(case: Case) -> Iterator[api.Launch]:
                 new = _empty(4, 8, 128, dtype=dtype)
                 splitkv.append_kv(new, new, kv, _empty(4))
                 splitkv.move_kv(kv, _empty(4), _empty(4))
+                for cache in ("float8_e4m3fn", "float8_e5m2", "int8"):
+                    # Scales that are computed, and one that is read.
+                    own, one = _empty(64, 16, 8, dtype=torch.float32), _empty(dtype=torch.float32)
+                    quantized = dataclasses.replace(case, aligned=aligned, cache=cache)
+                    kv = splitkv.PagedKV(
+                        *_cache(quantized, 64, 16, 8), _empty(4, 4), _empty(4), k_scale=own, v_scale=one
+                    )
+                    splitkv.append_kv(new, new, kv, _empty(4))
+                    splitkv.move_kv(kv, _empty(4), _empty(4))
             listed = splitkv.Schedule.allocate(splitkv.WorkspaceConfig(4, 32, 8, 128, dtype=dtype), "meta")
             listed.target = case.gpu.target
             listed.update(kv)

@@ -13,7 +13,7 @@ import torch
 
 import splitkv
 from splitkv.bench import cells, cli, peers, plot, problem, record, run, table, timing, tune
-from splitkv.bench.cells import GRID, RULES, Cell
+from splitkv.bench.cells import FORMATS, GRID, RULES, Cell
 from splitkv.bench.record import Figures, HostMeasured, Measured, Record, Timing
 from splitkv.kernels.read import read_all
 from splitkv.tiles import Target, Tiles, choose
@@ -55,13 +55,38 @@ def test_grid_reads_as_many_bytes_as_it_says(name: str, mib: int) -> None:
 
 def test_grid_has_fourteen_names() -> None:
     assert len({cell.name for cell in GRID}) == len(GRID) == 14
-    assert len(cells.NAMED) == len(GRID) + len(RULES)
+    assert len(cells.NAMED) == len(GRID) + len(RULES) + len(FORMATS)
     assert not cells.GROUPS.keys() & cells.NAMED.keys()
 
 
 def test_groups_of_cells() -> None:
     assert cells.select(["skew", "rules"]) == [*cells.select(["skew"]), *RULES]
     assert cells.select(["grid"]) == list(GRID)
+    # What is halved is beside its half.
+    names = [cell.name for cell in cells.select(["formats"])]
+    assert all(name.removeprefix("fp8-") in names for name in names if name.startswith("fp8-"))
+
+
+@pytest.mark.parametrize(
+    ("name", "mib"),
+    [
+        ("fp8-b32-4k", 256),
+        ("int8-b32-4k", 256),
+        ("fp8-b128-1k", 256),
+        ("fp8-b256-4k", 2048),
+        ("mla-1x8k", 9),
+        ("mla-32x8k", 288),
+        ("mla-128x4k", 576),
+        ("mla-h128-64x4k", 288),
+        ("mla-fp8-32x8k", 144),
+        ("mla-fp8-128x4k", 288),
+    ],
+)
+def test_formats_read_each_byte_once(name: str, mib: int) -> None:
+    (cell,) = cells.select([name])
+    assert cell.kv_bytes == cell.cache_bytes == mib * MIB
+    columns = 576 + 512 if cell.latent else 2 * 128
+    assert cell.flops == 2 * sum(cell.lens) * cell.num_q_heads * columns
 
 
 @pytest.mark.parametrize(
@@ -113,9 +138,11 @@ def test_pages_and_cache_bytes() -> None:
     assert contiguous.kv_bytes == Cell("a", lens).kv_bytes
 
 
-@pytest.mark.parametrize("cell", (*GRID, *RULES), ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", (*GRID, *RULES, *FORMATS), ids=lambda cell: cell.name)
 def test_shrunk_keeps_the_kind(cell: Cell) -> None:
     small = cell.shrunk()
+    assert (small.kv_dtype, small.latent is None) == (cell.kv_dtype, cell.latent is None)
+    assert small.head_dim_v < small.head_dim if cell.latent else small.head_dim_v == small.head_dim
     assert (small.q_len > 1, small.q_len > run.SHORT) == (cell.q_len > 1, cell.q_len > run.SHORT)
     assert (small.tree, small.softcap, small.sinks) == (cell.tree, cell.softcap, cell.sinks)
     assert (small.window_left is None) == (cell.window_left is None) and small.first_visible(small.longest) in (0, 70)
@@ -137,6 +164,10 @@ def test_shrunk_keeps_the_kind(cell: Cell) -> None:
         (lambda: Cell("x", (9, 3), q_len=4), ["lens", "≥ 4", "3"]),
         (lambda: Cell("x", (4,), q_len=0), ["q_len", "≥ 1", "0"]),
         (lambda: Cell("x", (4,), window_left=-1), ["window_left", "≥ 0", "-1"]),
+        (lambda: Cell("x", (4,), kv_dtype="float8"), ["kv_dtype", "float8_e4m3fn", "'float8'"]),
+        (lambda: Cell("x", (4,), latent=64), ["latent", "num_kv_heads = 1", "8"]),
+        (lambda: Cell("x", (4,), num_kv_heads=1, latent=64, page_size=None), ["latent", "pages", "contiguous"]),
+        (lambda: Cell("x", (4,), num_kv_heads=1, latent=129), ["latent", "1…128", "129"]),
     ],
 )
 def test_cells_refuse(make: Any, words: list[str]) -> None:
@@ -149,7 +180,7 @@ def test_cells_refuse(make: Any, words: list[str]) -> None:
 
 
 def build(cell: Cell, device: torch.device = CPU) -> problem.Problem:
-    return problem.build(cell, problem.Buffers(device, cell.torch_dtype), max_len=cell.longest + 50, copies=2)
+    return problem.build(cell, problem.Buffers(device, cell.torch_kv_dtype), max_len=cell.longest + 50, copies=2)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64, None])
@@ -313,6 +344,34 @@ def test_cells_of_rules_are_measured_in_every_way(cell: Cell, device: torch.devi
     assert sdpa.note == (f"unavailable: does not take {lacks}" if lacks else "not timed")
     assert lacks or (sdpa.error_ratio is not None and sdpa.error_ratio < 1)
     assert measured.peers["FlexAttention"].note.startswith("unavailable: does not take ")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fp8-b32-4k", "int8-b32-4k", "mla-32x8k", "mla-fp8-32x8k"],  # in small others are the same
+)
+def test_cells_of_formats_are_measured_in_every_way(name: str, device: torch.device) -> None:
+    small, session = run.dry_session(cells.select([name]), device)
+    crowd = peers.Peers({"SDPA": peers.sdpa, "flashmla": _latent_peer})
+    measured = run.time_decode(small[0], session=session, peers=crowd)
+    assert measured.ours.keys() == {"scan", "list"}
+    for timing_ in measured.ours.values():
+        assert timing_.note == "not timed" and timing_.error_ratio is not None and timing_.error_ratio < 1, measured
+    asked = ", ".join([*[small[0].kv_dtype] * bool(small[0].kv_dtype), *["latent"] * ("mla" in name)])
+    assert measured.peers["SDPA"].note == f"unavailable: does not take {asked}"
+    knows = name == "mla-32x8k"
+    assert (measured.peers["flashmla"].note == "not timed") == knows
+    made = session.problem(small[0])
+    expected = problem.expect(made, 1)
+    right = splitkv.reference.decode(made.q, made.views[1], dtype=torch.float64, **made.rules)
+    torch.testing.assert_close(expected.out, right, rtol=1e-12, atol=1e-12)
+    assert (made.views[0].latent, made.views[0].k_scale is None) == ("mla" in name, not small[0].kv_dtype)
+
+
+def _latent_peer(made: Any) -> tuple[Any, torch.Tensor]:
+    """A peer that knows latent rows."""
+    out = made.q.new_empty(made.shape_out)
+    return lambda i: out.copy_(splitkv.reference.decode(made.q, made.views[i], **made.rules)), out
 
 
 def test_chunks_are_given_larger_tiles(device: torch.device) -> None:
@@ -835,6 +894,8 @@ def test_tiles_file_round_trip(tmp_path: Path) -> None:
         ({"tiles": dataclasses.asdict(Tiles(48, 4, 1, 1, 48))}, ["block_n", "48"]),
         ({"tiles": {"block_n": 64}}, ["num_warps"]),
         ({"tiles": {"block_k": 64}}, ["block_k"]),
+        ({"kv_dtype": "bfloat16"}, ["kv_dtype", "float8_e4m3fn", "'bfloat16'"]),
+        ({"latent": 1}, ["latent", "true or false", "1"]),
     ],
 )  # fmt: skip
 def test_tiles_file_refuses(tmp_path: Path, change: dict[str, Any], words: list[str]) -> None:
@@ -865,6 +926,25 @@ def test_workspace_takes_a_tiles_file(tmp_path: Path, device: torch.device) -> N
         assert plan.launches[0].constants["BLOCK_N"] == block_n
     with pytest.raises(TypeError, match="tiles"):
         splitkv.Workspace.allocate(config, device, tiles=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["fp8-b32-4k", "mla-32x8k", "mla-fp8-32x8k"])
+def test_tiles_are_told_apart_by_cache(tmp_path: Path, device: torch.device, name: str) -> None:
+    """A table's entry holds for caches of its dtype, and for latent rows or for others."""
+    small, session = run.dry_session(cells.select([name]), device)
+    made, config = session.problem(small[0]), cells.workspace_config(small[0], 3)
+    target = Target.of(device)
+    key = tune.tile_key(config, target, small[0])
+    other = dataclasses.replace(key, kv_dtype="float8_e5m2" if key.kv_dtype else "int8")
+    path = tmp_path / "tiles.json"
+    candidates = tune.candidates(target, key, {"block_n": [16]})
+    TileTable({key: candidates[1], other: dataclasses.replace(candidates[1], block_n=128)}).save(path)
+    plan = splitkv.api.plan_decode(
+        made.q, made.views[0], splitkv.Workspace.allocate(config, device, tiles=path), **made.rules
+    )
+    assert plan.launches[0].constants["BLOCK_N"] == 16 != candidates[0].block_n
+    plain = dataclasses.replace(key, kv_dtype="", latent=False)
+    assert TileTable.load(path).entries.keys() == {key, other} and plain not in (key, other)
 
 
 def test_candidates_fit_and_start_with_the_built_in_choice() -> None:

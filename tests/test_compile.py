@@ -88,8 +88,9 @@ def faults(case: Case, used: Used) -> list[str]:
     if used.kernel != "split_decode_kernel":
         return found + [f"{used.spills} spilled"] * (used.spills > FEW_SPILLED)
     estimate = tiles.shared_bytes(
-        target, getattr(torch, case.dtype), case.head_dim, case.width_v, used.rows, *used.tiles
-    )
+        target, getattr(torch, case.dtype), case.head_dim, case.width_v, used.rows, *used.tiles,
+        kv_dtype=case.kv_dtype, latent=case.latent,
+    )  # fmt: skip
     if used.shared > estimate and "tree" not in case.rules:
         found.append(f"{used.shared} bytes of shared memory, of which the estimate knows {estimate}")
     shared = used.programs * (used.shared + gpu.reserved_shared)
@@ -103,13 +104,26 @@ def faults(case: Case, used: Used) -> list[str]:
         needed, limit = warps * 32 * cdiv(used.registers, 8) * 8, target.registers
     if needed > limit or warps > gpu.max_warps:
         found.append(f"{used.programs} programs need {needed} registers, of {limit}, and {warps} warps")
-    if case.head_dim <= 128 and case.rows == 16 and case.aligned and case.dtype != "float32" and case.arch != "cuda:75":
+    most = SHARED_TREE_SPILLED if {"shared", "tree"} <= set(case.rules) else SPILLED
+    most = most // 4 if gpu.amd else most
+    if case.cache or case.latent:
+        most *= 2  # conversions that are no instructions, and results as wide as values
+        if case.latent and used.rows == 64:
+            # Results fill the registers, so that what stands around the loop is spilled, and some of its addresses.
+            most = 512 if used.spills_in_loop <= 64 else 0
+        # Every row of a block takes as many copies as it has pieces of 16 bytes.
+        pieces = used.tiles[0] * case.head_dim * case.kv_dtype.itemsize // 16 // (32 * used.num_warps)
+        plain = not case.cache or target.converts_float8
+        if not gpu.amd and plain and used.tiles[1] > 1 and case.head_dim % 64 == 0 and used.copies < pieces:
+            found.append(f"{used.copies} asynchronous copies of 16 bytes")
+    elif (
+        case.head_dim <= 128 and case.rows == 16 and case.aligned and case.dtype != "float32" and case.arch != "cuda:75"
+    ):
         if not set(case.rules) - {"listed"} and (used.spills_in_loop or used.spills > FEW_SPILLED):
             found.append(f"{used.spills} bytes spilled, {used.spills_in_loop} times in the loop")
         if not gpu.amd and used.copies < 8:
             found.append(f"{used.copies} asynchronous copies of 16 bytes")
-    most = SHARED_TREE_SPILLED if {"shared", "tree"} <= set(case.rules) else SPILLED
-    if used.spills > (most // 4 if gpu.amd else most):
+    if used.spills > most:
         found.append(f"{used.spills} spilled")
     return found
 
@@ -230,6 +244,40 @@ def test_passes_over_shared_keys_fit(compiler: Compiler, arch: str) -> None:
     check(compiler, [Case(arch, rules=("shared", "window"), merge=True), Case(arch, "float32", rules=("shared",))])
 
 
+E4M3, LATENT = "float8_e4m3fn", dict(head_dim=576, head_dim_v=512, layout="latent", page_size=64)
+
+
+def formats(arch: str) -> Iterator[Case]:
+    """Quantised caches and latent rows: conversions by instructions and without, and the tiles that they get."""
+    half = "float16" if arch == "cuda:75" else "bfloat16"
+    yield Case(arch, half, cache=E4M3)
+    if arch == "cuda:75":
+        return
+    yield Case(arch, half, cache=E4M3, **LATENT)
+    if FULL or arch in ("cuda:80", "cuda:90", "cuda:100"):
+        yield Case(arch, half, cache="int8")
+        yield Case(arch, half, cache=E4M3, rows=64, rules=("token_scales",))
+        yield Case(arch, half, **LATENT)
+    if FULL or arch == "cuda:90":
+        yield from (Case(arch, half, width, cache="float8_e5m2") for width in (64, 96, 256))
+        yield Case(arch, half, cache=E4M3, aligned=False)
+        if not arch.startswith("hip:"):
+            yield Case(arch, "float32", cache=E4M3)
+            yield Case(arch, "float32", cache=E4M3, **LATENT)
+        yield Case(arch, half, cache=E4M3, layout="contiguous", rules=("listed",) if FULL else ())
+        yield from (Case(arch, half, rows=rows, rules=("gaps",) * gaps, **LATENT) for rows, gaps in ((64, 0), (32, 1)))
+        yield Case(arch, half, 320, 256, layout="latent", page_size=1)
+        yield Case(arch, half, cache=E4M3, rules=("token_scales", "listed"), **LATENT)
+    if arch == "hip:gfx942":
+        yield from (Case(arch, half, cache=cache) for cache in ("float8_e4m3fnuz", "float8_e5m2fnuz"))
+
+
+@pytest.mark.parametrize("arch", [arch for arch in GPUS if arch != "hip:gfx90a" or FULL])
+def test_formats_fit(compiler: Compiler, arch: str) -> None:
+    """Case 28: quantised caches compile for GPUs with and without 8-bit floats."""
+    check(compiler, formats(arch))
+
+
 @pytest.mark.parametrize("arch", GPUS if FULL else ["cuda:75", "cuda:90", "hip:gfx942"])
 def test_other_kernels_compile(compiler: Compiler, arch: str) -> None:
     cases = [Case(arch, "float16" if arch == "cuda:75" else "bfloat16", others=True)]
@@ -252,6 +300,14 @@ def test_bfloat16_is_refused_before_sm_80(compiler: Compiler) -> None:
     assert isinstance(answer, str)
     for word in ("TypeError", "cuda:75", "bfloat16"):
         assert word in answer
+
+
+def test_numbers_that_a_gpu_lacks_are_refused(compiler: Compiler) -> None:
+    cases = [Case(arch, cache="float8_e4m3fnuz") for arch in ("cuda:90", "hip:gfx90a")]
+    for case, answer in compiler.compile(cases):
+        assert isinstance(answer, str), answer
+        for word in ("TypeError: kv", case.arch, case.cache):
+            assert word in answer
 
 
 def test_widths_without_room_are_refused_with_the_limit(compiler: Compiler) -> None:

@@ -96,22 +96,30 @@ def test_every_byte_is_read_as_torch_reads_it(
 
 
 @ALL_QUANTIZED
-def test_latent_rows_are_read_as_torch_reads_them(device: torch.device, cache: torch.dtype) -> None:
+@pytest.mark.parametrize("tail_width", [16, 32])
+def test_latent_rows_are_read_as_torch_reads_them(device: torch.device, cache: torch.dtype, tail_width: int) -> None:
     """As keys, as values and in the tail, from one place."""
     codes, numbers = all_bytes(cache)
     rows = codes.view(4, 1, 64).expand(4, 1, 64)
-    tail = codes.view(torch.uint8).view(4, 64).flip(1)[:, None, :16]
+    tail = codes.view(torch.uint8).view(4, 64).flip(1)[:, None, :tail_width]
     both = torch.cat([rows.view(torch.uint8), tail], dim=-1).to(device).view(cache)
     kv = splitkv.LatentKV(
         both, ints([[0], [1], [2], [3]], device), ints([1] * 4, device), head_dim_v=64,
         scale=None if cache.is_floating_point else 1.0,
     )  # fmt: skip
-    q = torch.zeros(4, 3, 80, dtype=torch.float16, device=device)
+    q = torch.zeros(4, 3, 64 + tail_width, dtype=torch.float16, device=device)
     workspace = workspace_for(q, kv, torch.float16, cache in FNUZ_DTYPES)
     out = splitkv.decode(q, kv, workspace, sm_scale=1.0)
     # 0 · NaN in a key is NaN, and so is 0 · inf.
     broken = ~both.cpu().float().isfinite().all(dim=-1)
     exact(out[:, 0], numbers.view(4, 64).masked_fill(broken, math.nan))
+    # Unit vectors as queries: of rows without what is no number every column is the score.
+    q = torch.eye(64 + tail_width, dtype=torch.float16, device=device).expand(4, -1, -1)
+    workspace = workspace_for(q, kv, torch.float16, cache in FNUZ_DTYPES)
+    _, lse = splitkv.decode_with_lse(q, kv, workspace, sm_scale=1.0, num_splits=1)
+    fine = ~broken[:, 0]
+    assert fine.any()
+    torch.testing.assert_close(lse.cpu()[fine], both.cpu().float()[fine, 0], rtol=3e-7, atol=2e-6)
 
 
 # Queries in float16.
@@ -164,12 +172,10 @@ def test_small_weights_keep_their_precision(device: torch.device, cache: torch.d
     kv = splitkv.ContiguousKV(k.to(cache).to(device), v.to(cache).to(device), ints([tokens], device), **scale)
     q = torch.zeros(1, 1, 16, dtype=dtype, device=device)
     q[..., 0] = 16.0
-    out = splitkv.decode(q, kv, workspace_for(q, kv, dtype), num_splits=1)
-    out32, _ = reference.decode_with_lse(q, kv, dtype=torch.float64, sm_scale=0.25)
-    one = float(splitkv.decode(q, kv, workspace_for(q, kv, dtype), sm_scale=0.25)[0, 0, 0])
-    assert one == pytest.approx(float(out32[0, 0, 0]), rel=2.0**-7)
-    small = 599 * math.exp(-4.0) / (1 + 599 * math.exp(-4.0))
-    assert float(out[0, 0, 0]) == pytest.approx(small, rel=2.0**-7)
+    for splits in (1, 3):
+        out = splitkv.decode(q, kv, workspace_for(q, kv, dtype), num_splits=splits, sm_scale=1.0)
+        small = (tokens - 1) * math.exp(-16.0)  # 6.7e-5; a weight alone is two of float16's least numbers
+        assert float(out[0, 0, 0]) == pytest.approx(small / (1 + small), rel=2.0**-8)
 
 
 # Scales.
@@ -186,22 +192,19 @@ def test_scales_of_tokens_may_be_of_any_size(
     generator = torch.Generator().manual_seed(1)
     numbers = torch.randn(2, tokens, 1, width, generator=generator).mul(20)
     k, v = (reference.quantize(x, cache)[None].to(device) for x in numbers)
-    sizes = torch.exp2(torch.randint(-60, 60, (1, tokens, 1), generator=generator)).to(device)
-    for low in (-60, 0, 50):
-        own = sizes.clamp(2.0**low, 2.0 ** (low + 10))
+    # They grow along the sequence, so that what was summed before has to be made smaller, and differ among neighbours.
+    growth = torch.arange(tokens) // 10 - 3 * torch.randint(0, 4, (tokens,), generator=generator)
+    for low in (-6,) if dtype == torch.float16 else (-60, 0, 50):  # in float16 the output must fit
+        own = torch.exp2(low + growth.float()).view(1, tokens, 1).to(device)
         q = torch.randn(1, 2, width, generator=generator).to(dtype).to(device)
         if latent:
             kv: splitkv.kv.KVView = splitkv.LatentKV(
                 k[:, :, 0], ints([[0]], device), ints([tokens], device), head_dim_v=16, scale=own[..., 0]
             )
-            rules = dict(sm_scale=0.05 * 2.0 ** -(low + 10))
         else:
             kv = splitkv.ContiguousKV(k, v, ints([tokens], device), k_scale=0.05, v_scale=own)
-            rules = {}
-        workspace = workspace_for(q, kv, torch.float32 if dtype == torch.float32 else dtype)
-        if dtype == torch.float16:
-            own.clamp_(2.0**-10, 2.0**3)  # the output must fit
-            rules = dict(sm_scale=0.01)
+        rules = dict(sm_scale=0.05 * 2.0 ** -(low + 5) if latent else 0.1)
+        workspace = workspace_for(q, kv, dtype)
         for splits in (1, 3):
             want = expect(q, kv, **rules)
             want.check(*splitkv.decode_with_lse(q, kv, workspace, num_splits=splits, **rules), what=(low, splits))
@@ -528,14 +531,35 @@ def test_latent_widths_and_page_sizes(device: torch.device, width: int, width_v:
     problem.expected().check(*problem.decode(problem.workspace()), what=problem)
 
 
+@pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn], ids=str)
+def test_gaps_between_latent_rows_change_no_bit(device: torch.device, cache: torch.dtype | None) -> None:
+    """Rows without gaps are addressed by constants."""
+    problem = make_problem(
+        8, device=device, kind="latent", lens=(300, 3, 65), head_dim=96, head_dim_v=64, page_size=64, group_size=5,
+        dtype=torch.bfloat16, cache=cache, query="one", kv_strides="contiguous", split_tokens=None, num_splits=2,
+        k_scale="number",
+    )  # fmt: skip
+    kv = problem.kv
+    assert isinstance(kv, splitkv.LatentKV)
+    wide = torch.full((*kv.cache.shape[:-1], 160 * kv.cache.element_size()), 0xFF, dtype=torch.uint8, device=device)
+    gapped = wide.view(kv.cache.dtype)[..., :96]
+    bytes_of = torch.uint8 if cache else torch.int16
+    gapped.view(bytes_of).copy_(kv.cache.view(bytes_of))
+    other = splitkv.LatentKV(
+        gapped, kv.page_table, kv.seq_lens, head_dim_v=64, rows=kv.rows, kv_start=kv.kv_start, scale=kv.scale
+    )
+    results = [dataclasses.replace(problem, kv=view).decode(problem.workspace(), num_splits=2) for view in (kv, other)]
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    problem.expected().check(*results[0], what=problem)
+
+
 @pytest.mark.parametrize("group_size", [1, 16, 20, 128])
 @pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn], ids=str)
 def test_query_heads_on_one_latent_head(device: torch.device, group_size: int, cache: torch.dtype | None) -> None:
     problem = make_problem(
         group_size, device=device, kind="latent", lens=(70, 3), head_dim=80, head_dim_v=64, page_size=64,
-        group_size=group_size, dtype=torch.bfloat16, cache=cache, q_len=2,
-        query="several" if group_size < 100 else "one",
-        mask="causal", q_tile_rows=None, num_splits=1 if group_size > 100 else 3, split_tokens=None,
+        group_size=group_size, dtype=torch.bfloat16, cache=cache, query="several" if group_size < 100 else "one",
+        q_len=2, mask="causal", q_tile_rows=None, num_splits=1 if group_size > 100 else 3, split_tokens=None,
     )  # fmt: skip
     problem.expected().check(*problem.decode(problem.workspace()), what=problem)
 
@@ -585,8 +609,7 @@ def test_a_graph_is_right_after_scales_and_tokens_have_changed(device: torch.dev
     problem = make_problem(
         2, device=device, kind=kind, lens=(300, 5), head_dim=128, head_dim_v=128, page_size=16, dtype=torch.bfloat16,
         cache=torch.float8_e4m3fn, query="one", k_scale="token", v_scale="token", poison="zero",
-        kv_strides="contiguous",
-        clamped=False, alias_v=False, kv_start=False, shared_pages=False,
+        kv_strides="contiguous", clamped=False, alias_v=False, kv_start=False, shared_pages=False,
     )  # fmt: skip
     workspace = problem.workspace()
     problem.decode(workspace)
@@ -603,3 +626,18 @@ def test_a_graph_is_right_after_scales_and_tokens_have_changed(device: torch.dev
         graph.replay()
         problem.expected().check(out, lse, turn)
     assert same_bits(out, problem.decode(problem.workspace())[0])
+
+
+@pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize("kind", ["paged", "latent"])
+def test_shared_prefixes(device: torch.device, kind: str, cache: torch.dtype | None) -> None:
+    """Common tokens are attended once for all requests, by scales of their own; then each one's others."""
+    problem = make_problem(
+        5, device=device, kind=kind, cache=cache, k_scale="token", v_scale="token", dtype=torch.bfloat16, head_dim=64,
+        head_dim_v=32, group_size=4, num_kv_heads=2, layout="NHD", alias_v=False, lens=(90, 75, 80, 33), page_size=16,
+        query="one", mask="causal", window_left=None, num_splits=None, split_tokens=None, shared_pages=True,
+        kv_start=False, clamped=False, rows=False, max_splits=None, q_tile_rows=64,
+    )  # fmt: skip
+    shared = dict(group_ids=ints([7, 7, 7, 7], device), prefix_lens=ints([64, 64, 64, 32], device))
+    out = splitkv.decode_shared_prefix(problem.q, problem.kv, problem.workspace(), **shared, **problem.rules)
+    problem.expected().check(out, what=problem)

@@ -280,15 +280,23 @@ from splitkv.api import plan_decode
 from splitkv.kernels import merge, split_decode
 
 kind, rules = {kind!r}, {rules!r}
-config = splitkv.WorkspaceConfig(40, 4, 2, 16, dtype=torch.float32, split_tokens={split_tokens!r})
+latent = kind == "latent"
+dtype = torch.float16 if latent else torch.float32
+config = splitkv.WorkspaceConfig(40, 4, 1 if latent else 2, 16, dtype=dtype, split_tokens={split_tokens!r})
 workspace = fake_gpu.workspace(config)
 
 def shifted(elements, *shape):
-    return torch.zeros(torch.Size(shape).numel() + elements)[elements:].view(shape)
+    return torch.zeros(torch.Size(shape).numel() + elements, dtype=dtype)[elements:].view(shape)
 
 def call(batch, q_offset=0, kv_offset=0, width=3, same=True):
     q = shifted(q_offset, batch, 4, 16)
     lens = torch.zeros(batch, dtype=torch.int32)
+    if latent:
+        rows = torch.zeros(5 * 64 * 32 + kv_offset, dtype=torch.uint8)[kv_offset:].view(torch.float8_e4m3fn)
+        rows = rows[: 5 * 64 * 16].view(5, 64, 16) if same else rows.view(5, 64, 32)[..., :16]
+        return q, splitkv.LatentKV(
+            rows, torch.zeros(batch, width, dtype=torch.int32), lens, head_dim_v=16, scale=torch.ones(5, 64)
+        )
     if kind == "contiguous":
         k = shifted(kv_offset, batch, width, 2, 16)
         v = torch.zeros(batch, width, 2, 16) if same else torch.zeros(batch, 2, width, 16).mT.mT.transpose(1, 2)
@@ -345,8 +353,8 @@ def run(script: str, **variables: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "split_tokens", "rules"),
-    [("contiguous", None, {}), ("paged", 64, dict(softcap=30.0))],
-    ids=["contiguous", "paged-fixed"],
+    [("contiguous", None, {}), ("paged", 64, dict(softcap=30.0)), ("latent", None, dict(sm_scale=0.1))],
+    ids=["contiguous", "paged-fixed", "latent"],
 )
 def test_nothing_is_compiled_after_warmup(kind: str, split_tokens: int | None, rules: dict[str, Any]) -> None:
     """Compiled for Hopper by Triton itself; launches are noted and not made, each as Triton itself would make it."""

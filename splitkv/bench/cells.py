@@ -5,12 +5,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from splitkv.config import DTYPES, MAX_HEAD_DIM, WorkspaceConfig, align_up, cdiv, require_int
+from splitkv.config import (
+    DTYPES,
+    FNUZ_DTYPES,
+    MAX_HEAD_DIM,
+    QUANTIZED_DTYPES,
+    WorkspaceConfig,
+    align_up,
+    cdiv,
+    require_int,
+)
 
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+KV_DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in QUANTIZED_DTYPES if dtype not in FNUZ_DTYPES}
 VIEW_PAGE = 16  # a contiguous cache is a multiple of this long, so that peers can read it as pages
 
 
@@ -29,6 +40,8 @@ class Cell:
         lens: KV tokens of each request, those of its query tokens included.
         num_q_heads, num_kv_heads, head_dim: The geometry; values are as wide as keys.
         dtype: "bfloat16", "float16" or "float32", of queries and caches.
+        kv_dtype: Of caches that are quantised, such as "float8_e4m3fn", with a scale for all numbers; "": as queries.
+        latent: Width of values that are the first columns of keys (a LatentKV); None: they lie apart, as wide as keys.
         page_size: Tokens per page of a paged cache, its pages randomly placed; None for a contiguous cache.
         q_len: Query tokens of each request.
         tree: Whether they are draft tokens with a tree mask: a binary tree, or as much of it as there are.
@@ -48,6 +61,8 @@ class Cell:
     window_left: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    kv_dtype: str = ""
+    latent: int | None = None
 
     def __post_init__(self) -> None:
         if not self.lens:
@@ -66,8 +81,16 @@ class Cell:
         require_int("head_dim", self.head_dim, 1, MAX_HEAD_DIM)
         if self.dtype not in DTYPE_NAMES:
             raise ValueError(f"dtype: expected one of {', '.join(DTYPE_NAMES)}, given {self.dtype!r}")
+        if self.kv_dtype not in ("", *KV_DTYPE_NAMES):
+            raise ValueError(f"kv_dtype: expected one of {', '.join(KV_DTYPE_NAMES)}, given {self.kv_dtype!r}")
         if self.page_size is not None:
             require_int("page_size", self.page_size, 1)
+        if self.latent is not None:
+            require_int("latent", self.latent, 1, self.head_dim)
+            if self.num_kv_heads != 1 or self.page_size is None:
+                raise ValueError(
+                    f"latent: expected pages and num_kv_heads = 1, given {self.layout} and {self.num_kv_heads}"
+                )
 
     @property
     def batch(self) -> int:
@@ -96,9 +119,18 @@ class Cell:
         return DTYPE_NAMES[self.dtype]
 
     @property
+    def torch_kv_dtype(self) -> torch.dtype:
+        return KV_DTYPE_NAMES[self.kv_dtype] if self.kv_dtype else self.torch_dtype
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.latent or self.head_dim
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values, all heads."""
-        return 2 * self.num_kv_heads * self.head_dim * self.torch_dtype.itemsize
+        columns = self.head_dim if self.latent is not None else 2 * self.head_dim
+        return columns * self.num_kv_heads * self.torch_kv_dtype.itemsize
 
     def first_visible(self, length: int) -> int:
         """The first token of a request of this length that a query token sees."""
@@ -114,7 +146,7 @@ class Cell:
         """Operations of both matrix products, over the keys that each query token sees by the causal rule."""
         most = self.longest if self.window_left is None else self.window_left + 1
         pairs = sum(min(length - back, most) for length in self.lens for back in range(self.q_len))
-        return 4 * pairs * self.num_q_heads * self.head_dim
+        return 2 * pairs * self.num_q_heads * (self.head_dim + self.head_dim_v)
 
     @property
     def num_pages(self) -> int:
@@ -139,8 +171,8 @@ class Cell:
         return "contiguous" if self.page_size is None else f"page {self.page_size}"
 
     @property
-    def geometry(self) -> tuple[int, int, int, str]:
-        return self.num_q_heads, self.num_kv_heads, self.head_dim, self.dtype
+    def geometry(self) -> tuple[int, int, int, str, str, int | None]:
+        return self.num_q_heads, self.num_kv_heads, self.head_dim, self.dtype, self.kv_dtype, self.latent
 
     def shrunk(self) -> Cell:
         """The same kind of cell, small enough for Triton's interpreter: at most 3 requests, 96 tokens, 2 KV heads.
@@ -160,7 +192,8 @@ class Cell:
             window_left=None if self.window_left is None else min(25, self.window_left),
             num_kv_heads=heads,
             num_q_heads=heads * (self.num_q_heads // self.num_kv_heads),
-            head_dim=min(32, self.head_dim),
+            head_dim=min(32 if self.latent is None else 48, self.head_dim),
+            latent=None if self.latent is None else min(32, self.latent),
         )
 
 
@@ -204,8 +237,29 @@ RULES = (
 )
 """Cells of several query tokens and of models' rules. The trees are b8-4k and b32-4k with 4 query tokens each."""
 
-GROUPS = {"grid": GRID, "rules": RULES}
-NAMED = {cell.name: cell for cells in GROUPS.values() for cell in cells}
+_MLA: dict[str, Any] = dict(num_q_heads=16, num_kv_heads=1, head_dim=576, latent=512, page_size=64)
+_FP8: dict[str, Any] = dict(kv_dtype="float8_e4m3fn")
+FORMATS = (
+    Cell("fp8-b32-4k", (4096,) * 32, **_FP8),
+    Cell("int8-b32-4k", (4096,) * 32, kv_dtype="int8"),
+    Cell("fp8-b128-1k", (1024,) * 128, **_FP8),
+    Cell("fp8-b256-4k", (4096,) * 256, **_FP8),
+    Cell("mla-1x8k", (8192,), **_MLA),
+    Cell("mla-32x8k", (8192,) * 32, **_MLA),
+    Cell("mla-128x4k", (4096,) * 128, **_MLA),
+    Cell("mla-h128-64x4k", (4096,) * 64, **{**_MLA, "num_q_heads": 128}),
+    Cell("mla-fp8-32x8k", (8192,) * 32, **_MLA, **_FP8),
+    Cell("mla-fp8-128x4k", (4096,) * 128, **_MLA, **_FP8),
+)
+"""Quantised caches of cells of the grid, and latent rows."""
+
+NAMED = {cell.name: cell for cells in (GRID, RULES, FORMATS) for cell in cells}
+GROUPS = {
+    "grid": GRID,
+    "rules": RULES,
+    # Half the bytes should take half the time: what is halved is timed in the same run.
+    "formats": (*(NAMED[name] for name in ("b32-4k", "b128-1k", "b256-4k")), *FORMATS),
+}
 
 MIN_CAPACITY = (256, 131072)  # requests, tokens per request
 
@@ -279,6 +333,7 @@ def workspace_config(
         num_q_heads=cell.num_q_heads,
         num_kv_heads=cell.num_kv_heads,
         head_dim=cell.head_dim,
+        head_dim_v=cell.head_dim_v,
         split_tokens=split_tokens,
         dtype=cell.torch_dtype,
     )

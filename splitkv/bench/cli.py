@@ -16,7 +16,7 @@ import splitkv
 from splitkv import _interpreter
 from splitkv.bench import plot, table
 from splitkv.bench import run as runner
-from splitkv.bench.cells import DTYPE_NAMES, GROUPS, Cell, custom, select
+from splitkv.bench.cells import DTYPE_NAMES, GROUPS, KV_DTYPE_NAMES, Cell, custom, select
 from splitkv.bench.peers import DENSE, DENSE_NOTE, Peers
 from splitkv.bench.record import Figures, Measured, Record, Timing, describe_run
 from splitkv.bench.timing import METHOD
@@ -49,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--kv-heads", type=int, metavar="N", help="with --lens: KV heads (default: 8)")
     what.add_argument("--head-dim", type=int, metavar="N", help="with --lens: width of keys and values (default: 128)")
     what.add_argument("--dtype", choices=list(DTYPE_NAMES), help="of queries and caches (default: bfloat16)")
+    what.add_argument(
+        "--kv-dtype", choices=list(KV_DTYPE_NAMES), help="of caches that are quantised (default: as queries)"
+    )
     what.add_argument("--layout", choices=("paged", "contiguous"), help="of the caches (default: paged)")
     what.add_argument("--page-size", type=int, metavar="N", help="tokens per page, randomly placed (default: 16)")
     how = parser.add_argument_group("how")
@@ -75,8 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _MEASURING = (
-    "cells", "lens", "batch", "q_heads", "kv_heads", "head_dim", "dtype", "layout", "page_size", "split_tokens",
-    "tiles", "peers", "no_peers", "host", "repeats", "dry_run", "json", "commit",
+    "cells", "lens", "batch", "q_heads", "kv_heads", "head_dim", "dtype", "kv_dtype", "layout", "page_size",
+    "split_tokens", "tiles", "peers", "no_peers", "host", "repeats", "dry_run", "json", "commit",
 )  # fmt: skip
 _OF_OWN_SIZES = ("batch", "q_heads", "kv_heads", "head_dim")
 
@@ -103,6 +106,8 @@ def chosen_cells(args: argparse.Namespace) -> list[Cell]:
     changes: dict[str, Any] = {}
     if args.dtype is not None:
         changes["dtype"] = args.dtype
+    if args.kv_dtype is not None:
+        changes["kv_dtype"] = args.kv_dtype
     if args.layout == "contiguous" or args.page_size is not None:
         changes["page_size"] = args.page_size
     if args.lens is not None:

@@ -318,8 +318,10 @@ RULES: dict[str, frozenset[str]] = {
     "FlashInfer tensor cores": frozenset({"window_left", "softcap"}),
     "FlashAttention-2": frozenset({"q_len", "window_left", "softcap"}),
     "FlashAttention-3": frozenset({"q_len", "window_left", "softcap"}),
+    "flashmla": frozenset({"latent"}),
+    "sglang_triton": frozenset({"latent"}),
 }
-"""What a peer knows besides plain decode; of one that is not named here nothing."""
+"""What a peer knows besides plain decode; of one that is not named here, or in the file that offers it, nothing."""
 NEEDS = {
     "FlashInfer": "flashinfer",
     "FlashInfer tensor cores": "flashinfer",

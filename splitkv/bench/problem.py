@@ -12,13 +12,14 @@ from torch import Tensor
 from splitkv import masks, reference
 from splitkv.bench.cells import VIEW_PAGE, Cell
 from splitkv.config import cdiv
-from splitkv.kv import ContiguousKV, PagedKV
+from splitkv.kv import ContiguousKV, KVView, LatentKV, PagedKV
 from splitkv.work_list import Schedule
 
 L2_MULTIPLE = 4  # caches in rotation hold at least so many times the L2 cache
 DEFAULT_L2 = 64 * 2**20
 MAX_COPIES = 1024  # cells below a quarter of a megabyte stay in the L2 cache: nothing but launches is to be seen there
 REFERENCE_BYTES = 2**29  # of float64 keys at a time
+INTEGER_SCALE = 1 / 32  # of caches of integers
 
 
 class DoesNotFit(RuntimeError):
@@ -87,8 +88,19 @@ class Buffers:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self.data = torch.empty(cdiv(nbytes, self.dtype.itemsize), dtype=self.dtype, device=self.device)
-        for part in torch.split(self.data, 2**30):
-            part.normal_()
+        self.fill()
+
+    def fill(self) -> None:
+        """Normal variates, of integers with a deviation of 32: INTEGER_SCALE times these are normal too."""
+        if self.dtype.itemsize > 1:
+            for part in torch.split(self.data, 2**30):
+                part.normal_()
+            return
+        for part in torch.split(self.data.view(torch.uint8), 2**26):
+            numbers = torch.randn(part.numel(), dtype=torch.float16, device=self.device)
+            if not self.dtype.is_floating_point:
+                numbers = numbers.div_(INTEGER_SCALE).round_().clamp_(-127, 127)
+            part.copy_(numbers.to(self.dtype).view(torch.uint8))
 
     def copies(self, cell: Cell) -> int:
         """Caches of this cell to rotate over; raises DoesNotFit."""
@@ -103,14 +115,15 @@ class Problem:
         cell: What it is.
         q: [batch, num_q_heads, head_dim], or of several query tokens or a tree [batch, q_len, num_q_heads, head_dim].
         k_caches, v_caches: One per copy, [num_pages, page_size, num_kv_heads, head_dim] each. A contiguous cell's are
-            its rows as pages of 16 in order.
+            its rows as pages of 16 in order; values of a latent one are the first columns of its keys.
+        scale: What numbers of both caches are multiplied by; 1 where they are not quantised.
         page_table: [batch, max_pages] int32, zeros past a request's pages: some peers read there.
         seq_lens: [batch] int32.
         lens: The same numbers on the host.
-        views: Our view of each copy: PagedKV over these tensors, or ContiguousKV over the same memory.
+        views: Our view of each copy: PagedKV or LatentKV over these tensors, or ContiguousKV over the same memory.
         words: [kv_bytes / 4] int32 of each copy's memory: what the limit of the memory is measured on.
         rules: Keyword arguments of `splitkv.decode`: of window_left, softcap, sinks ([num_q_heads] of q's dtype) and
-            tree_mask (of all requests the same) those that the cell has.
+            tree_mask (of all requests the same) those that the cell has; sm_scale, head_dim ** -0.5, of a latent one.
     """
 
     cell: Cell
@@ -120,9 +133,10 @@ class Problem:
     page_table: Tensor
     seq_lens: Tensor
     lens: list[int]
-    views: list[PagedKV | ContiguousKV]
+    views: list[KVView]
     words: list[Tensor]
     rules: dict[str, Any]
+    scale: float = 1.0
 
     @property
     def copies(self) -> int:
@@ -134,9 +148,17 @@ class Problem:
         return self.q if self.q.dim() == 4 else self.q.unsqueeze(1)
 
     @property
+    def shape_out(self) -> tuple[int, ...]:
+        """Of the output: that of q, as wide as values."""
+        return (*self.q.shape[:-1], self.cell.head_dim_v)
+
+    @property
     def asks(self) -> frozenset[str]:
-        """What a peer must know besides plain decode: "q_len" where there are several query tokens, names of rules."""
-        return frozenset(self.rules) | ({"q_len"} if self.cell.q_len > 1 else set())
+        """What a peer must know besides plain decode: "q_len" where there are several query tokens, names of rules,
+        "latent" rows, dtypes of quantised caches."""
+        more = {"q_len": self.cell.q_len > 1, "latent": self.cell.latent is not None}
+        more |= {self.cell.kv_dtype: bool(self.cell.kv_dtype)}
+        return (frozenset(self.rules) - {"sm_scale"}) | {name for name, asked in more.items() if asked}
 
     def sees(self, length: int) -> Tensor:
         """[q_len, visible keys] bool, from the first visible key of a request of this length on."""
@@ -151,14 +173,22 @@ class Problem:
             device=self.q.device,
         )[:, self.cell.first_visible(length) :]
 
-    def views_with(self, schedule: Schedule) -> list[PagedKV | ContiguousKV]:
+    def view(self, copy: int, schedule: Schedule | None = None) -> KVView:
+        """Our view of a copy."""
+        cell, k, v = self.cell, self.k_caches[copy], self.v_caches[copy]
+        more: dict[str, Any] = dict(len_hint=cell.longest, schedule=schedule)
+        scale = self.scale if cell.kv_dtype else None
+        if cell.latent is not None:
+            return LatentKV(k[:, :, 0], self.page_table, self.seq_lens, head_dim_v=cell.latent, scale=scale, **more)
+        more |= dict(k_scale=scale, v_scale=scale)
+        if cell.page_size is None:
+            rows = (cell.batch, cell.max_len, cell.num_kv_heads, cell.head_dim)
+            return ContiguousKV(k.view(rows), v.view(rows), self.seq_lens, **more)
+        return PagedKV(k, v, self.page_table, self.seq_lens, **more)
+
+    def views_with(self, schedule: Schedule) -> list[KVView]:
         """The views again, with a work list."""
-        return [
-            ContiguousKV(view.k, view.v, view.seq_lens, len_hint=view.len_hint, schedule=schedule)
-            if isinstance(view, ContiguousKV)
-            else PagedKV(view.k, view.v, view.page_table, view.seq_lens, len_hint=view.len_hint, schedule=schedule)
-            for view in self.views
-        ]
+        return [self.view(copy, schedule) for copy in range(self.copies)]
 
 
 def build(cell: Cell, buffers: Buffers, *, max_len: int, copies: int, seed: int = 0) -> Problem:
@@ -175,13 +205,13 @@ def build(cell: Cell, buffers: Buffers, *, max_len: int, copies: int, seed: int 
         raise ValueError(f"max_len: expected at least {cell.longest} (the longest request), given {max_len}")
     buffers.reserve(copies * cell.cache_bytes)
     device, dtype = buffers.device, cell.torch_dtype
-    if dtype != buffers.dtype:
-        raise TypeError(f"buffers: expected {dtype}, given {buffers.dtype}")
+    if cell.torch_kv_dtype != buffers.dtype:
+        raise TypeError(f"buffers: expected {cell.torch_kv_dtype}, given {buffers.dtype}")
     generator = torch.Generator(device).manual_seed(seed)
     tokens = (cell.q_len,) if cell.q_len > 1 or cell.tree else ()
     shape_q = (cell.batch, *tokens, cell.num_q_heads, cell.head_dim)
     q = torch.randn(shape_q, dtype=dtype, device=device, generator=generator)
-    rules: dict[str, Any] = {}
+    rules: dict[str, Any] = {} if cell.latent is None else {"sm_scale": cell.head_dim**-0.5}
     if cell.window_left is not None:
         rules["window_left"] = cell.window_left
     if cell.softcap is not None:
@@ -209,19 +239,17 @@ def build(cell: Cell, buffers: Buffers, *, max_len: int, copies: int, seed: int 
         page_table[b, : len(pages)] = pages
 
     k_caches, v_caches, words = [], [], []
-    views: list[PagedKV | ContiguousKV] = []
+    each = half if cell.latent is not None else 2 * half
     for copy in range(copies):
-        both = buffers.data[2 * half * copy : 2 * half * (copy + 1)]
-        k, v = both[:half].view(shape), both[half:].view(shape)
+        both = buffers.data[each * copy : each * (copy + 1)]
+        k = both[:half].view(shape)
         k_caches.append(k)
-        v_caches.append(v)
+        v_caches.append(both[half:].view(shape) if cell.latent is None else k[..., : cell.latent])
         words.append(both.view(torch.int32)[: cell.kv_bytes // 4])
-        if cell.page_size is None:
-            rows = (cell.batch, cell.max_len, cell.num_kv_heads, cell.head_dim)
-            views.append(ContiguousKV(k.view(rows), v.view(rows), seq_lens, len_hint=cell.longest))
-        else:
-            views.append(PagedKV(k, v, page_table, seq_lens, len_hint=cell.longest))
-    return Problem(cell, q, k_caches, v_caches, page_table, seq_lens, list(cell.lens), views, words, rules)
+    scale = INTEGER_SCALE if cell.kv_dtype == "int8" else 1.0
+    problem = Problem(cell, q, k_caches, v_caches, page_table, seq_lens, list(cell.lens), [], words, rules, scale)
+    problem.views += [problem.view(copy) for copy in range(copies)]
+    return problem
 
 
 @dataclass(frozen=True)
@@ -229,7 +257,7 @@ class Expected:
     """The right answer, and how far from it a right computation in the problem's dtype may be.
 
     Attributes:
-        out: The shape of the problem's q, float64.
+        out: The problem's shape_out, float64.
         norm_budget: Of ‖error‖₂ / ‖out‖₂.
         largest_budget: Of the largest |error|.
     """
@@ -257,14 +285,17 @@ def expect(problem: Problem, copy: int) -> Expected:
     group, scale = cell.num_q_heads // cell.num_kv_heads, cell.head_dim**-0.5
     page_size = problem.k_caches[copy].shape[1]
     queries = problem.tokens.view(cell.batch, cell.q_len, cell.num_kv_heads, group, -1).transpose(1, 2)
-    right = torch.empty(queries.shape, dtype=torch.float64, device=device)
-    plain = torch.empty(queries.shape, dtype=dtype, device=device)
+    shape = (*queries.shape[:-1], cell.head_dim_v)
+    right = torch.empty(shape, dtype=torch.float64, device=device)
+    plain = torch.empty(shape, dtype=dtype, device=device)
     sinks = problem.rules.get("sinks")
     for b, length in enumerate(problem.lens):
         visible = slice(cell.first_visible(length), length)
         pages = problem.page_table[b, : cdiv(length, page_size)].long()
-        keys = problem.k_caches[copy][pages].flatten(0, 1)[visible].transpose(0, 1)  # [heads, tokens, head_dim]
-        values = problem.v_caches[copy][pages].flatten(0, 1)[visible].transpose(0, 1)
+        keys, values = (
+            _pages(cache, pages).flatten(0, 1)[visible].transpose(0, 1)  # [heads, tokens, head_dim]
+            for cache in (problem.k_caches[copy], problem.v_caches[copy])
+        )
         hidden = ~problem.sees(length).repeat_interleave(group, dim=0)  # a row per query token and head of the group
         step = max(1, REFERENCE_BYTES // (keys.shape[1] * max(cell.head_dim, len(hidden)) * 8))
         for first in range(0, cell.num_kv_heads, step):
@@ -273,11 +304,14 @@ def expect(problem: Problem, copy: int) -> Expected:
             sink = None
             if sinks is not None:
                 sink = sinks.view(-1, 1, group)[heads].expand(-1, cell.q_len, -1).flatten(1)[..., None]
+            if cell.kv_dtype:
+                # As an operand of the queries' dtype: exact, since the scale is a power of two.
+                k, v = (numbers.to(dtype) * problem.scale for numbers in (k, v))
             weights = _weights(q.double() @ k.double().transpose(1, 2) * scale, hidden, cell.softcap, sink)
             right[b, heads] = (weights @ v.double()).view_as(right[b, heads])
             weights = _weights((q @ k.transpose(1, 2)).float() * scale, hidden, cell.softcap, sink)
             plain[b, heads] = (weights.to(dtype) @ v).view_as(plain[b, heads])
-    right, plain = (t.transpose(1, 2).reshape(problem.q.shape) for t in (right, plain))
+    right, plain = (t.transpose(1, 2).reshape(problem.shape_out) for t in (right, plain))
     error = plain.double() - right
     top = right.abs().max().item()
     two_ulps = 2 * torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(top))
@@ -286,6 +320,11 @@ def expect(problem: Problem, copy: int) -> Expected:
         norm_budget=2 * (error.norm() / right.norm()).item() + two_ulps / top,
         largest_budget=2 * error.abs().max().item() + two_ulps,
     )
+
+
+def _pages(cache: Tensor, pages: Tensor) -> Tensor:
+    """These pages of a cache; gathered as bytes where elements are, which all versions of PyTorch can."""
+    return cache.view(torch.uint8)[pages].view(cache.dtype) if cache.element_size() == 1 else cache[pages]
 
 
 def _weights(scores: Tensor, hidden: Tensor, softcap: float | None, sink: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from splitkv.bench.cells import Cell
+from splitkv.bench.cells import NAMED, Cell
 
 FORMAT = "splitkv-bench/1"
 PACKAGES = ("flashinfer-python", "flash-attn", "flash-attn-3")
@@ -74,6 +74,7 @@ class Measured:
         extras = [] if self.cell.page_size == 16 else [self.cell.layout]
         extras += [] if self.split_tokens is None else [f"split {self.split_tokens}"]
         extras += [] if self.cell.dtype == "bfloat16" else [self.cell.dtype]
+        extras += [] if not self.cell.kv_dtype or self.cell.name in NAMED else [self.cell.kv_dtype]
         extras += [] if self.tiles is None else [f"tiles {self.tiles}"]
         return ", ".join([self.cell.name, *extras])
 

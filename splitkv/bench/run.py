@@ -74,7 +74,7 @@ class Session:
         self._rates: dict[torch.dtype, float] = {}
         # The memory is filled once, for the largest.
         for cell in cells:
-            buffers = self.buffers(cell.torch_dtype)
+            buffers = self.buffers(cell.torch_kv_dtype)
             try:
                 buffers.reserve(self.copies(cell) * cell.cache_bytes)
             except DoesNotFit:
@@ -93,11 +93,11 @@ class Session:
 
     def copies(self, cell: Cell) -> int:
         """Caches of this cell to rotate over; raises DoesNotFit."""
-        return self.buffers(cell.torch_dtype).copies(cell) if self.timed else 2
+        return self.buffers(cell.torch_kv_dtype).copies(cell) if self.timed else 2
 
     def problem(self, cell: Cell) -> Problem:
         """The cell on the device. All problems of a dtype lie over the same memory, which nothing writes to."""
-        return build(cell, self.buffers(cell.torch_dtype), max_len=self.max_len, copies=self.copies(cell))
+        return build(cell, self.buffers(cell.torch_kv_dtype), max_len=self.max_len, copies=self.copies(cell))
 
     def workspace(self, cell: Cell, tiles: Tiles = None, q_tile_rows: int | None = None) -> splitkv.Workspace:
         """The workspace for a cell: one for all cells that ask for the same, unless tiles of its own are given."""
@@ -125,7 +125,7 @@ class Session:
 
 def decode_launch(problem: Problem, workspace: splitkv.Workspace) -> tuple[Launch, Result]:
     """Ours, in the form of a peer."""
-    out = torch.empty_like(problem.q)
+    out = problem.q.new_empty(problem.shape_out)
 
     def launch(i: int) -> None:
         splitkv.decode(problem.q, problem.views[i], workspace, out=out, **problem.rules)
@@ -138,7 +138,7 @@ def listed_launch(problem: Problem, workspace: splitkv.Workspace) -> tuple[Launc
     schedule = splitkv.Schedule.allocate(workspace.config, workspace.device, tiles=workspace.tiles)
     views = problem.views_with(schedule)
     schedule.update(views[0], batch=problem.q.shape[0])
-    out = torch.empty_like(problem.q)
+    out = problem.q.new_empty(problem.shape_out)
 
     def launch(i: int) -> None:
         splitkv.decode(problem.q, views[i], workspace, out=out, **problem.rules)

@@ -21,7 +21,7 @@ import torch
 from splitkv import _interpreter
 from splitkv import tiles as tile_sizes
 from splitkv.bench import table
-from splitkv.bench.cells import DTYPE_NAMES, Cell, select, workspace_config
+from splitkv.bench.cells import DTYPE_NAMES, KV_DTYPE_NAMES, Cell, select, workspace_config
 from splitkv.bench.problem import DoesNotFit, Expected, Problem, expect
 from splitkv.bench.record import describe_run
 from splitkv.bench.run import Session, decode_launch, measure
@@ -43,11 +43,19 @@ FINALISTS = 8
 HOPELESS = 1.4  # times the best of the first cell
 
 
-def tile_key(config: WorkspaceConfig, target: Target) -> TileKey:
-    """What a choice of tiles for one query token per request holds for."""
+def tile_key(config: WorkspaceConfig, target: Target, cell: Cell | None = None) -> TileKey:
+    """What a choice of tiles for one query token per request holds for.
+
+    Args:
+        config, target: Of the workspace.
+        cell: What kind of cache it is for; None: a plain one.
+    """
+    sizes = config.dtype, config.head_dim, config.head_dim_v
+    cache: dict[str, Any] = {}
+    if cell is not None:
+        cache = dict(kv_dtype=cell.torch_kv_dtype, latent=cell.latent is not None)
     rows = min(config.q_tile_rows, max(16, next_power_of_2(config.group_size)))
-    rows = tile_sizes.fit_rows(target, config.dtype, config.head_dim, config.head_dim_v, rows)
-    return TileKey.of(target.arch, config.dtype, config.head_dim, config.head_dim_v, rows)
+    return TileKey.of(target.arch, *sizes, tile_sizes.fit_rows(target, *sizes, rows, **cache), **cache)
 
 
 def candidates(target: Target, key: TileKey, sweep: Mapping[str, Sequence[int]]) -> list[Tiles]:
@@ -67,17 +75,16 @@ def candidates(target: Target, key: TileKey, sweep: Mapping[str, Sequence[int]])
     unknown = sorted(sweep.keys() - fields)
     if unknown:
         raise ValueError(f"sweep: expected fields among {', '.join(sorted(fields))}, given {', '.join(unknown)}")
-    dtype = DTYPE_NAMES[key.dtype]
-    built_in = tile_sizes.choose(target, dtype, key.head_dim, key.head_dim_v, key.rows)
+    sizes = DTYPE_NAMES[key.dtype], key.head_dim, key.head_dim_v, key.rows
+    cache: dict[str, Any] = dict(kv_dtype=KV_DTYPE_NAMES.get(key.kv_dtype), latent=key.latent)
+    built_in = tile_sizes.choose(target, *sizes, **cache)
     found = [built_in]
     for values in itertools.product(*sweep.values()):
         chosen = dict(zip(sweep, values, strict=True))
         tiles = dataclasses.replace(built_in, **chosen)
         if "min_chunk" not in chosen:
             tiles = dataclasses.replace(tiles, min_chunk=tiles.block_n)
-        needed = tile_sizes.shared_bytes(
-            target, dtype, key.head_dim, key.head_dim_v, key.rows, tiles.block_n, tiles.num_stages
-        )
+        needed = tile_sizes.shared_bytes(target, *sizes, tiles.block_n, tiles.num_stages, **cache)
         if needed <= target.shared_memory and tiles not in found:
             found.append(tiles)
     return found
@@ -156,7 +163,7 @@ def sweep_tiles(
     if len({cell.geometry for cell in cells}) != 1:
         raise ValueError(f"cells: expected one geometry, given {len({cell.geometry for cell in cells})}")
     target = Target.of(session.device)
-    key = tile_key(workspace_config(cells[0], session.max_batch_size), target)
+    key = tile_key(workspace_config(cells[0], session.max_batch_size), target, cells[0])
     problems: list[tuple[Problem, Expected]] = []
     for cell in cells:
         problem = session.problem(cell)
@@ -230,7 +237,7 @@ def check_candidates(
 ) -> dict[Tiles, float]:
     """{tiles: error as a fraction of the budget} of candidates on a small cell; nothing is timed."""
     target = Target.of(session.device)
-    key = tile_key(workspace_config(cell, session.max_batch_size), target)
+    key = tile_key(workspace_config(cell, session.max_batch_size), target, cell)
     problem = session.problem(cell)
     expected = expect(problem, problem.copies - 1)
     found = {}
@@ -248,11 +255,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", metavar="FILE", help="where to write the tiles (an existing file gets the entry added)"
     )
     parser.add_argument("--cells", nargs="+", metavar="NAME", help=f"lengths to time (default: {' '.join(CELLS)})")
-    parser.add_argument("--q-heads", type=int, default=32, metavar="N")
-    parser.add_argument("--kv-heads", type=int, default=8, metavar="N")
-    parser.add_argument("--head-dim", type=int, default=128, metavar="N")
-    parser.add_argument("--dtype", choices=list(DTYPE_NAMES), default="bfloat16")
-    parser.add_argument("--page-size", type=int, default=16, metavar="N")
+    for name in ("q-heads", "kv-heads", "head-dim", "page-size"):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help="in place of the cells' own")
+    parser.add_argument("--dtype", choices=list(DTYPE_NAMES), help="of queries and caches, in place of the cells' own")
+    parser.add_argument("--kv-dtype", choices=list(KV_DTYPE_NAMES), help="of caches that are quantised")
     for name, values in SWEEP.items():
         parser.add_argument(
             f"--{name.replace('_', '-')}",
@@ -284,8 +290,10 @@ def _main(args: argparse.Namespace) -> int:
         num_kv_heads=args.kv_heads,
         head_dim=args.head_dim,
         dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
         page_size=args.page_size,
     )
+    geometry = {name: value for name, value in geometry.items() if value is not None}
     cells = [dataclasses.replace(cell, **geometry) for cell in select(args.cells or CELLS)]
     usable = torch.cuda.is_available() and not _interpreter.interpreting()
     if args.dry_run:
@@ -298,7 +306,7 @@ def _main(args: argparse.Namespace) -> int:
         # The interpreter knows neither warps nor stages: sizes that it does know are enough.
         names = SWEEP if usable else ("block_n", "programs_per_sm")
         target = Target.of(session.device)
-        key = tile_key(workspace_config(small, session.max_batch_size), target)
+        key = tile_key(workspace_config(small, session.max_batch_size), target, small)
         tried = candidates(target, key, {name: sweep[name] for name in names})
         with table.progress(len(tried), "tune") as tell:
             found = check_candidates(session, small, tried, tell)
@@ -319,7 +327,7 @@ def _main(args: argparse.Namespace) -> int:
     session = Session(cells, "cuda")
     sweep = {**SWEEP, **given}
     target = Target.of(session.device)
-    key = tile_key(workspace_config(cells[0], session.max_batch_size), target)
+    key = tile_key(workspace_config(cells[0], session.max_batch_size), target, cells[0])
     total = len(candidates(target, key, sweep)) + FINALISTS + 1
     with table.progress(total, "tune") as tell:
         tuned = sweep_tiles(cells, session, sweep, tell=tell)

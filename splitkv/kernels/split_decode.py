@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from splitkv.kernels.formats import PLAIN, decoded
+from splitkv.kernels.formats import PLAIN, decode_pairs, decoded
 from splitkv.kernels.jit import unspecialized
 from splitkv.kernels.primitives import (
     BALANCED,
@@ -181,6 +181,8 @@ def split_decode_kernel(
     KV_FORMAT: tl.constexpr,
     K_SCALE_PER_TOKEN: tl.constexpr,
     V_SCALE_PER_TOKEN: tl.constexpr,
+    NATIVE: tl.constexpr,
+    PACKED: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -228,12 +230,21 @@ def split_decode_kernel(
     SHARDED: tl.constexpr = shard_lens_ptr is not None
     RANGE_KIND: tl.constexpr = KV_KIND if members_ptr is None else GROUPS
     LATENT: tl.constexpr = v_ptr is None
+    ONE_PAGE: tl.constexpr = LATENT and PAGE_SIZE % BLOCK_N == 0
     QUANTIZED: tl.constexpr = KV_FORMAT != PLAIN
     HAS_V_SCALE: tl.constexpr = k_scale_ptr is not None if LATENT else v_scale_ptr is not None
     Q_TYPE: tl.constexpr = q_ptr.dtype.element_ty
     # In which products are computed, but for WIDEN.
     TYPE: tl.constexpr = tl.float16 if QUANTIZED and Q_TYPE != tl.float32 else Q_TYPE
     FIT_Q: tl.constexpr = TYPE != Q_TYPE
+    # Values, and latent rows, are loaded as pairs of numbers, and the even and the odd ones are products of their own.
+    # A product needs 16 columns.
+    K_PAIRS: tl.constexpr = (
+        NATIVE and LATENT and TYPE == tl.float16 and HEAD_DIM % 2 == 0 and BLOCK_D >= 32 and BLOCK_D_TAIL != 16
+    )
+    PAIRS: tl.constexpr = K_PAIRS if LATENT else NATIVE and TYPE == tl.float16 and HEAD_DIM_V % 2 == 0
+    PER_V: tl.constexpr = 2 if PAIRS else 1
+    PER_K: tl.constexpr = 2 if K_PAIRS else 1
     WIDE_PRODUCTS: tl.constexpr = WIDEN and not QUANTIZED
     # float16 weights are 2^WEIGHT_BITS times as large as they are, and so is their sum: those of far smaller ones that
     # bfloat16 would keep would vanish.
@@ -364,14 +375,26 @@ def split_decode_kernel(
             q = (q.to(tl.float32) * q_power[:, None]).to(TYPE)
             if BLOCK_D_TAIL:
                 q_tail = (q_tail.to(tl.float32) * q_power[:, None]).to(TYPE)
+        if K_PAIRS:
+            q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, BLOCK_D // 2, 2]))
+            if BLOCK_D_TAIL:
+                q_tail, q_tail_odd = tl.split(tl.reshape(q_tail, [BLOCK_M, BLOCK_D_TAIL // 2, 2]))
         if alibi_ptr is not None:
             slope = tl.load(alibi_ptr + head, mask=row_live, other=0.0).to(tl.float32)
 
         # Keys and values: where the request's tokens lie.
         offs_dv = tl.arange(0, BLOCK_DV)
+        offs_v = tl.arange(0, BLOCK_DV // PER_V)
+        offs_k = tl.arange(0, BLOCK_D // PER_K)
+        if BLOCK_D_TAIL:
+            offs_k_tail = BLOCK_D // PER_K + tl.arange(0, BLOCK_D_TAIL // PER_K)
         k_base = k_ptr + wide_product(kv_head, stride_k_head) * KV_VECTOR
+        if K_PAIRS:
+            k_base = k_base.to(tl.pointer_type(tl.int16), bitcast=True)
         if not LATENT:
             v_base = v_ptr + wide_product(kv_head, stride_v_head) * KV_VECTOR
+            if PAIRS:
+                v_base = v_base.to(tl.pointer_type(tl.int16), bitcast=True)
         if k_scale_ptr is not None:
             k_scales = k_scale_ptr + wide_product(kv_head, stride_k_scale_head)
         if HAS_V_SCALE:
@@ -382,7 +405,7 @@ def split_decode_kernel(
                 row = tl.load(rows_ptr + b)
             if KV_KIND == CONTIGUOUS:
                 k_base += wide_product(row, stride_k_page) * KV_VECTOR
-                v_base += wide_product(row, stride_v_page) * KV_VECTOR
+                v_base += wide_product(row, stride_v_page) * (KV_VECTOR // PER_V)
                 if K_SCALE_PER_TOKEN:
                     k_scales += wide_product(row, stride_k_scale_page)
                 if V_SCALE_PER_TOKEN:
@@ -395,7 +418,7 @@ def split_decode_kernel(
             page_ids = table_ptr + pool_first
         else:
             k_base += wide_product(pool_first, stride_k_token) * KV_VECTOR
-            v_base += wide_product(pool_first, stride_v_token) * KV_VECTOR
+            v_base += wide_product(pool_first, stride_v_token) * (KV_VECTOR // PER_V)
             if K_SCALE_PER_TOKEN:
                 k_scales += wide_product(pool_first, stride_k_scale_token)
             if V_SCALE_PER_TOKEN:
@@ -409,10 +432,15 @@ def split_decode_kernel(
             row_sum = tl.zeros([BLOCK_M], tl.float32)
         else:
             column_sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV // PER_V], tl.float32)
+        if PAIRS:
+            acc_odd = tl.zeros([BLOCK_M, BLOCK_DV // PER_V], tl.float32)
         if BLOCK_DV_TAIL:
             offs_dv_tail = BLOCK_DV + tl.arange(0, BLOCK_DV_TAIL)
-            acc_tail = tl.zeros([BLOCK_M, BLOCK_DV_TAIL], tl.float32)
+            offs_v_tail = BLOCK_DV // PER_V + tl.arange(0, BLOCK_DV_TAIL // PER_V)
+            acc_tail = tl.zeros([BLOCK_M, BLOCK_DV_TAIL // PER_V], tl.float32)
+            if PAIRS:
+                acc_tail_odd = tl.zeros([BLOCK_M, BLOCK_DV_TAIL // PER_V], tl.float32)
         # Without a per-row mask or an unbounded bias, every row of a block that has a key sees one.
         ROW_MASK: tl.constexpr = FIRST_KEYS or (MULTI_TOKEN and (RIGHT_BOUND or HAS_WINDOW or tree_ptr is not None))
         # Keys of seen_from…seen_to are seen by every row that is live: blocks within them need no mask.
@@ -441,23 +469,42 @@ def split_decode_kernel(
             # The largest scale of a value so far, as a power of two: weights are times a scale over it, and acc too, so
             # that whatever the scales, weights keep to the range of float16.
             v_top = 2.0**-100
-        if BY_PAGE:
+        first = low
+        if LATENT:
+            # Blocks begin at multiples of their size, so that each lies in one page where pages are multiples of it.
+            first = tl.where(low < high, low - low % BLOCK_N, high)
+        if ONE_PAGE:
+            page = tl.load(page_ids + first // PAGE_SIZE, mask=first < high, other=0)
+        elif BY_PAGE:
             # Page ids travel one block ahead through the loop: loaded in the block that uses them, they would keep the
             # software pipeline from buffering more than one block of keys and values.
-            page = load_page_ids(page_ids, low + offs_n, high, PAGE_SIZE)
+            page = load_page_ids(page_ids, first + offs_n, high, PAGE_SIZE)
         # Draft tokens of a tree come last, in a loop of their own: the one before it is that of plain decode.
         PHASES: tl.constexpr = 1 if tree_ptr is None else 2
         turn = high
         if tree_ptr is not None:
             before = keys_before(first_position, key_first, shard_step, SHARDED)
-            turn = low + clamp(before - low, 0, tl.maximum(high - low, 0)) // BLOCK_N * BLOCK_N
+            turn = first + clamp(before - first, 0, tl.maximum(high - first, 0)) // BLOCK_N * BLOCK_N
         for phase in tl.static_range(PHASES):
-            first_block = low if phase == 0 else turn
+            first_block = first if phase == 0 else turn
             last_block = turn if phase + 1 < PHASES else high
             for block in tl.range(first_block, last_block, BLOCK_N, num_stages=NUM_STAGES):
                 key = block + offs_n
                 in_part = key < high
-                if BY_PAGE:
+                if LATENT:
+                    in_part = in_part & (key >= low)
+                k_rows = k_base
+                if ONE_PAGE:
+                    in_page = block % PAGE_SIZE
+                    tile_offset = wide_product(page, stride_k_page) + wide_product(in_page, stride_k_token)
+                    k_rows += tile_offset * (KV_VECTOR // PER_K)
+                    k_offset = offs_n * (HEAD_DIM // KV_VECTOR) if PACKED else wide_product(offs_n, stride_k_token)
+                    if K_SCALE_PER_TOKEN:
+                        k_scale_offset = wide_product(page, stride_k_scale_page) + wide_product(
+                            in_page + offs_n, stride_k_scale_token
+                        )
+                    page = tl.load(page_ids + (block + BLOCK_N) // PAGE_SIZE, mask=block + BLOCK_N < high, other=0)
+                elif BY_PAGE:
                     in_page = (key.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
                     k_offset = wide_product(page, stride_k_page) + wide_product(in_page, stride_k_token)
                     if K_SCALE_PER_TOKEN:
@@ -480,25 +527,35 @@ def split_decode_kernel(
                         k_scale_offset = wide_product(key, stride_k_scale_token)
                     if V_SCALE_PER_TOKEN:
                         v_scale_offset = wide_product(key, stride_v_scale_token)
-                k_offset *= KV_VECTOR
-                v_offset *= KV_VECTOR
+                k_offset *= KV_VECTOR // PER_K
+                if not LATENT:
+                    v_offset *= KV_VECTOR // PER_V
 
                 k = tl.load(
-                    row_pointers(k_base, k_offset, offs_d, KV_VECTOR),
-                    mask=in_part[:, None] & (offs_d < HEAD_DIM)[None, :],
+                    row_pointers(k_rows, k_offset, offs_k, KV_VECTOR // PER_K),
+                    mask=in_part[:, None] & (offs_k < HEAD_DIM // PER_K)[None, :],
                     other=0.0,
                 )
-                k = decoded(k, KV_FORMAT, TYPE)
+                if K_PAIRS:
+                    k, k_odd = decode_pairs(k, KV_FORMAT)
+                else:
+                    k = decoded(k, KV_FORMAT, TYPE, NATIVE)
                 if WIDE_PRODUCTS:
                     k = k.to(tl.float32)
                 scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+                if K_PAIRS:
+                    scores = tl.dot(q_odd, tl.trans(k_odd), scores)
                 if BLOCK_D_TAIL:
                     k_tail = tl.load(
-                        row_pointers(k_base, k_offset, offs_d_tail, KV_VECTOR),
-                        mask=in_part[:, None] & (offs_d_tail < HEAD_DIM)[None, :],
+                        row_pointers(k_rows, k_offset, offs_k_tail, KV_VECTOR // PER_K),
+                        mask=in_part[:, None] & (offs_k_tail < HEAD_DIM // PER_K)[None, :],
                         other=0.0,
                     )
-                    k_tail = decoded(k_tail, KV_FORMAT, TYPE)
+                    if K_PAIRS:
+                        k_tail, k_tail_odd = decode_pairs(k_tail, KV_FORMAT)
+                        scores = tl.dot(q_tail_odd, tl.trans(k_tail_odd), scores)
+                    else:
+                        k_tail = decoded(k_tail, KV_FORMAT, TYPE, NATIVE)
                     if WIDE_PRODUCTS:
                         k_tail = k_tail.to(tl.float32)
                     if TYPE == tl.float32:
@@ -523,6 +580,9 @@ def split_decode_kernel(
                 if not ROW_MASK:
                     scores = tl.where(in_part[None, :], scores, float("-inf"))
                 elif tree_ptr is None or phase == 0:
+                    if LATENT:
+                        # The first block may begin before the first key.
+                        scores = tl.where(in_part[None, :], scores, float("-inf"))
                     if RIGHT_BOUND or FIRST_KEYS or HAS_WINDOW:
                         if (block < seen_from) | (block + BLOCK_N > seen_to):
                             if RIGHT_BOUND:
@@ -565,18 +625,25 @@ def split_decode_kernel(
                 row_max = new_max
                 if LATENT:
                     v = k
+                    if PAIRS:
+                        v_odd = k_odd
                 else:
                     v = tl.load(
-                        row_pointers(v_base, v_offset, offs_dv, KV_VECTOR),
-                        mask=in_part[:, None] & (offs_dv < HEAD_DIM_V)[None, :],
+                        row_pointers(v_base, v_offset, offs_v, KV_VECTOR // PER_V),
+                        mask=in_part[:, None] & (offs_v < HEAD_DIM_V // PER_V)[None, :],
                         other=0.0,
                     )
-                    v = decoded(v, KV_FORMAT, TYPE)
+                    if PAIRS:
+                        v, v_odd = decode_pairs(v, KV_FORMAT)
+                    else:
+                        v = decoded(v, KV_FORMAT, TYPE, NATIVE)
                 if tree_ptr is not None and phase == 1:
                     # A draft token that no row of the tile sees may hold anything, and 0 · NaN is NaN. Zeroed here and
                     # not in the load's mask, so that the load need not wait for the tree's words.
                     wanted = tl.max(seen.to(tl.int32), 0) > 0
                     v = tl.where(wanted[:, None], v, 0.0)
+                    if PAIRS:
+                        v_odd = tl.where(wanted[:, None], v_odd, 0.0)
                 if V_SCALE_PER_TOKEN:
                     if LATENT:
                         scale = k_scale
@@ -593,19 +660,32 @@ def split_decode_kernel(
                     weights = weights.to(tl.float32)
                     v = v.to(tl.float32)
                 acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
+                if PAIRS:
+                    acc_odd = tl.dot(weights, v_odd, acc_odd * decay[:, None])
                 if BLOCK_DV_TAIL:
                     v_tail = tl.load(
-                        row_pointers(v_base, v_offset, offs_dv_tail, KV_VECTOR),
-                        mask=in_part[:, None] & (offs_dv_tail < HEAD_DIM_V)[None, :],
+                        row_pointers(v_base, v_offset, offs_v_tail, KV_VECTOR // PER_V),
+                        mask=in_part[:, None] & (offs_v_tail < HEAD_DIM_V // PER_V)[None, :],
                         other=0.0,
                     )
-                    v_tail = decoded(v_tail, KV_FORMAT, TYPE)
+                    if PAIRS:
+                        v_tail, v_tail_odd = decode_pairs(v_tail, KV_FORMAT)
+                    else:
+                        v_tail = decoded(v_tail, KV_FORMAT, TYPE, NATIVE)
                     if tree_ptr is not None and phase == 1:
                         v_tail = tl.where(wanted[:, None], v_tail, 0.0)
+                        if PAIRS:
+                            v_tail_odd = tl.where(wanted[:, None], v_tail_odd, 0.0)
                     if WIDE_PRODUCTS:
                         v_tail = v_tail.to(tl.float32)
                     acc_tail = tl.dot(weights, v_tail, acc_tail * decay[:, None], input_precision="ieee")
+                    if PAIRS:
+                        acc_tail_odd = tl.dot(weights, v_tail_odd, acc_tail_odd * decay[:, None])
 
+        if PAIRS:
+            acc = tl.interleave(acc, acc_odd)
+            if BLOCK_DV_TAIL:
+                acc_tail = tl.interleave(acc_tail, acc_tail_odd)
         # Leave the result, or a partial for the merge.
         if not ROW_SUMS:
             row_sum = tl.sum(column_sums, 1)
