@@ -315,7 +315,11 @@ def test_refusals_name_the_argument():
         refused(ValueError, f"^{name}: expected device {DEVICE}", **{name: group_ids.to("meta")})
     k = torch.randn(2, 8, KV_HEADS, WIDTH, device=DEVICE)
     contiguous = splitkv.ContiguousKV(k, k, kv.seq_lens)
-    refused(TypeError, "^kv: expected a PagedKV, whose requests can share pages, given ContiguousKV", kv=contiguous)
+    refused(
+        TypeError,
+        "^kv: expected a PagedKV or LatentKV, whose requests can share pages, given ContiguousKV",
+        kv=contiguous,
+    )
     refused(ValueError, "^kv: expected a view of whole sequences, given a shard",
             kv=kv.shard(kv.seq_lens, rank=0, size=2))  # fmt: skip
     small = room(2, q_tile_rows=16, max_splits=1)
