@@ -215,7 +215,7 @@ def shared_bytes(
     if 90 <= _cuda_arch(target) < 120 and rows >= 64 and dtype.itemsize == 2 and num_stages > 1 and not quantized:
         # Products of warp groups run on while the next block is copied, which takes a buffer more. Their weights stay
         # in registers, but where eight warps share them.
-        weights = rows * block_n if rows * max(width, width_v) >= 64 * 256 and not latent else 0
+        weights = rows * block_n if rows * max(width, width_v) >= 64 * 256 else 0
         return itemsize * (num_stages * block_n * columns + query + weights) + 1024
     buffers = (num_stages - 1) * block_n * columns * (1 if quantized else itemsize)
     if num_stages == 1:

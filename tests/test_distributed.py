@@ -164,7 +164,8 @@ def test_refusals_name_the_argument():
     bad: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (TypeError, "exchange: expected a splitkv.distributed.Exchange, given NoneType", dict(exchange=None)),
         (TypeError, "workspace: expected a splitkv.Workspace, given NoneType", dict(workspace=None)),
-        (TypeError, "kv: expected a shard of a PagedKV, ContiguousKV, RaggedKV or LatentKV, given tuple", dict(kv=(k, k))),
+        (TypeError, "kv: expected a shard of a PagedKV, ContiguousKV, RaggedKV or LatentKV, given tuple",
+         dict(kv=(k, k))),
         (ValueError, "kv: expected a shard of longer sequences .*, given a whole view", dict(kv=whole)),
         (ValueError, "kv: expected the shard of rank 0 of 1 .*, given that of rank 1 of 2",
          dict(kv=whole.shard(ints([10, 3], DEVICE), rank=1, size=2))),

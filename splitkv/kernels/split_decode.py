@@ -237,6 +237,9 @@ def split_decode_kernel(
     # In which products are computed, but for WIDEN.
     TYPE: tl.constexpr = tl.float16 if QUANTIZED and Q_TYPE != tl.float32 else Q_TYPE
     FIT_Q: tl.constexpr = TYPE != Q_TYPE
+    # A product whose result the compiler can follow to another is computed twice, by both halves of eight warps. A branch
+    # before the weights hides them from it; and of the two products of keys the short one, of tails, goes first.
+    APART: tl.constexpr = LATENT and BLOCK_M >= 64 and not QUANTIZED and TYPE != tl.float32
     # Values, and latent rows, are loaded as pairs of numbers, and the even and the odd ones are products of their own.
     # A product needs 16 columns.
     K_PAIRS: tl.constexpr = (
@@ -542,7 +545,8 @@ def split_decode_kernel(
                     k = decoded(k, KV_FORMAT, TYPE, NATIVE)
                 if WIDE_PRODUCTS:
                     k = k.to(tl.float32)
-                scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+                if not (APART and BLOCK_D_TAIL):
+                    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
                 if K_PAIRS:
                     scores = tl.dot(q_odd, tl.trans(k_odd), scores)
                 if BLOCK_D_TAIL:
@@ -558,7 +562,9 @@ def split_decode_kernel(
                         k_tail = decoded(k_tail, KV_FORMAT, TYPE, NATIVE)
                     if WIDE_PRODUCTS:
                         k_tail = k_tail.to(tl.float32)
-                    if TYPE == tl.float32:
+                    if APART:
+                        scores = tl.dot(q, tl.trans(k), tl.dot(q_tail, tl.trans(k_tail)))
+                    elif TYPE == tl.float32:
                         # A sum of its own: ordinary instructions add one product after another, and over all of a wide
                         # key that rounds more than the error budget allows.
                         scores += tl.dot(q_tail, tl.trans(k_tail), input_precision="ieee")
@@ -577,7 +583,10 @@ def split_decode_kernel(
                     scores -= slope[:, None] * tl.abs(position[:, None] - stands[None, :]).to(tl.float32)
                 if HAS_SOFTCAP or alibi_ptr is not None:
                     scores *= LOG2E
-                if not ROW_MASK:
+                if not ROW_MASK and APART:
+                    if (block < low) | (block + BLOCK_N > high):
+                        scores = tl.where(in_part[None, :], scores, float("-inf"))
+                elif not ROW_MASK:
                     scores = tl.where(in_part[None, :], scores, float("-inf"))
                 elif tree_ptr is None or phase == 0:
                     if LATENT:
