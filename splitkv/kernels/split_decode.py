@@ -237,8 +237,8 @@ def split_decode_kernel(
     # In which products are computed, but for WIDEN.
     TYPE: tl.constexpr = tl.float16 if QUANTIZED and Q_TYPE != tl.float32 else Q_TYPE
     FIT_Q: tl.constexpr = TYPE != Q_TYPE
-    # A product whose result the compiler can follow to another is computed twice, by both halves of eight warps. A branch
-    # before the weights hides them from it; and of the two products of keys the short one, of tails, goes first.
+    # A product whose result the compiler can follow to another is computed twice, by both halves of eight warps. The
+    # branch before the weights hides them from it; and of the two products of keys the short one, of tails, goes first.
     APART: tl.constexpr = LATENT and BLOCK_M >= 64 and not QUANTIZED and TYPE != tl.float32
     # Values, and latent rows, are loaded as pairs of numbers, and the even and the odd ones are products of their own.
     # A product needs 16 columns.
