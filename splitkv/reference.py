@@ -368,7 +368,8 @@ def token_scale(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     size = numbers.abs()
     top = torch.where(size < math.inf, size, torch.zeros_like(size)).amax(dim=-1)
     most = torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max
-    scale = torch.where(top > 0, top / most, torch.ones_like(top))
+    # By a tensor: on a GPU PyTorch divides by a number as it multiplies by the rounded inverse.
+    scale = torch.where(top > 0, top / torch.full_like(top, most), torch.ones_like(top))
     return scale if dtype.is_floating_point else scale.masked_fill(numbers.isnan().any(dim=-1), math.nan)
 
 

@@ -257,9 +257,10 @@ def _candidates(
         cuts = cuts[4:]
     elif latent and _latent_warp_groups(target, dtype, rows, kv_dtype):
         pass
-    elif latent and dtype.itemsize == 2 and rows <= 16 and wide > 320:
-        # Measured on an H200 for widths of 576 and 512: one program of eight warps and long blocks, where they fit.
-        cuts = [cuts[0], *cuts[2:]]
+    elif latent and dtype.itemsize == 2 and rows <= 16 and wide > 320 and not _quantized(kv_dtype):
+        # Measured on an H200 for widths of 576 and 512: one program of eight warps and long blocks, where they fit; but
+        # two of short blocks where every tile is cut, and where blocks are converted.
+        cuts = [cuts[0], *cuts[2:]] if blocks != Blocks.LONG else cuts[2:]
     elif dtype.itemsize == 4 or rows * wide >= long_spills or latent:
         cuts = cuts[2:]
     elif _quantized(kv_dtype):
@@ -361,11 +362,12 @@ def choose(
     num_warps = 8 if wide > 256 or rows * wide >= heavy else 4
     narrow = dtype.itemsize == 2 and wide <= 128 and rows <= 16 and block_n == 32
     most = 4 if narrow and blocks == Blocks.SHORT else 2
-    if latent and dtype.itemsize == 2 and rows <= 16 and block_n == 32 and wide <= 320:
+    if latent and dtype.itemsize == 2 and rows <= 16 and block_n == 32:
         # The products of a block wait for one another: of two programs one computes while the other waits.
         num_warps = 4
     elif _quantized(kv_dtype) and dtype.itemsize == 2 and wide in (16, 32, 64, 128) and rows <= 16 and block_n == 64:
-        most = 2 if blocks == Blocks.LONG else 3
+        # Conversion keeps a program busy between its loads: four hide each other's, whatever the lengths.
+        most = 2 if blocks == Blocks.FEW else 4
     if num_warps == 8 or (target.arch.startswith("hip:") and rows * wide >= 32 * 256):
         most = 1  # more would not find the registers
     elif target.arch.startswith("hip:") and _quantized(kv_dtype):
@@ -376,13 +378,13 @@ def choose(
         num_warps=num_warps,
         num_stages=num_stages,
         programs_per_sm=programs,
-        min_chunk=2 * block_n if (narrow or latent) and blocks == Blocks.FEW else block_n,
+        min_chunk=2 * block_n if narrow and blocks == Blocks.FEW else block_n,
         tile_cost=128 if block_n >= 64 else 64,
         max_registers={3: 168, 4: 128}.get(programs, 0) if target.arch.startswith("cuda:") else 0,
     )
 
 
-def prefer_blocks(target: Target, tiles: int, len_hint: int | None) -> Blocks:
+def prefer_blocks(target: Target, tiles: int, len_hint: int | None, *, latent: bool = False) -> Blocks:
     """Which blocks promise most for a balanced launch.
 
     >>> H100 = Target("cuda:90", num_sms=132, shared_memory=232448)
@@ -394,9 +396,10 @@ def prefer_blocks(target: Target, tiles: int, len_hint: int | None) -> Blocks:
         target: The device.
         tiles: Query tiles of all heads.
         len_hint: Typical length of a request in tokens, or None.
+        latent: As for `choose`.
     """
     if 2 * tiles > target.num_sms:
-        return Blocks.LONG if len_hint is not None and len_hint >= 4096 else Blocks.SHORT
+        return Blocks.LONG if len_hint is not None and len_hint >= 4096 and not latent else Blocks.SHORT
     return Blocks.FEW if len_hint is not None and len_hint * tiles < 512 * target.num_sms else Blocks.LONG
 
 

@@ -191,7 +191,7 @@ class CallForm:
         # Never with fixed parts: a row's bits must not depend on how many others there are, nor on hints.
         blocks = tile_sizes.Blocks.SHORT
         if not fixed:
-            blocks = tile_sizes.prefer_blocks(target, q_tiles * self.num_kv_heads, self.len_hint)
+            blocks = tile_sizes.prefer_blocks(target, q_tiles * self.num_kv_heads, self.len_hint, latent=self.latent)
         tiles = choose_tiles(
             target, self.tiles, config.dtype, self.head_dim, self.head_dim_v, rows, kv_vector > 1, blocks,
             self.kv_dtype, self.latent,

@@ -113,7 +113,7 @@ class Schedule:
             self.target, config.dtype, config.head_dim, config.head_dim_v, rows, kv_dtype=kv.dtype, latent=kv.latent
         )
         q_tiles = batch * -(-config.group_size // rows)
-        blocks = tile_sizes.prefer_blocks(self.target, q_tiles * config.num_kv_heads, kv.len_hint)
+        blocks = tile_sizes.prefer_blocks(self.target, q_tiles * config.num_kv_heads, kv.len_hint, latent=kv.latent)
         tiles = choose_tiles(
             self.target, self.tiles, config.dtype, config.head_dim, config.head_dim_v, rows, True, blocks, kv.dtype,
             kv.latent,

@@ -266,6 +266,7 @@ def formats(arch: str) -> Iterator[Case]:
             yield Case(arch, "float32", cache=E4M3, **LATENT)
         yield Case(arch, half, cache=E4M3, layout="contiguous", rules=("listed",) if FULL else ())
         yield from (Case(arch, half, rows=rows, rules=("gaps",) * gaps, **LATENT) for rows, gaps in ((64, 0), (32, 1)))
+        yield Case(arch, half, few=True, **LATENT)
         yield Case(arch, half, 320, 256, layout="latent", page_size=1)
         yield Case(arch, half, cache=E4M3, rules=("token_scales", "listed"), **LATENT)
     if arch == "hip:gfx942":
