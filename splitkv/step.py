@@ -16,9 +16,8 @@ from torch import Tensor
 
 from splitkv import _interpreter, checks, masks
 from splitkv.config import StepConfig, align_up, cdiv, next_power_of_2, require_int
-from splitkv.kernels.launch import launch
-from splitkv.kernels.prepared import PreparedLaunch
-from splitkv.kernels.step import advance_kernel, bind_kernel, update_pages_kernel
+from splitkv.kernels.prepared import PreparedLaunch, read_in_place
+from splitkv.kernels.step import advance_kernel, bind_kernel, stage_kernel
 from splitkv.workspace import aligned_bytes, carve
 
 INT32_MAX = 2**31 - 1
@@ -32,24 +31,31 @@ HostIntegers = Sequence[int] | Tensor | Any
 
 
 class StagingSlot:
-    """Host memory that one copy reads."""
+    """Host memory that one copy reads: as tensors for the device, and as memory views for the host to write."""
 
     def __init__(self, words: Tensor) -> None:
-        self.words, self.longs, self.address = words, words.view(torch.int64), words.data_ptr()
-        self.filled = self.longs[:0]  # the ids that the last copy took
+        self.words, self.address = words, words.data_ptr()
+        memory = memoryview((ctypes.c_char * (4 * words.numel())).from_address(self.address)).cast("B")
+        # Of unsigned integers, as which the host has checked what it writes, and of signed ones, such as page -1.
+        self.counts, self.pages, self.ids = memory.cast("I"), memory.cast("i"), memory.cast("Q")
+
+    def put_ids(self, at: int, ids: _Ids) -> None:
+        """Write ids from the `at`-th 64-bit integer on."""
+        if isinstance(ids.owner, array):
+            self.ids[at : at + ids.count] = ids.owner
+        elif ids.count:
+            ctypes.memmove(self.address + 8 * at, ids.address, 8 * ids.count)
 
 
 class StagingBuffer:
-    """Host memory for a few copies, pinned where there is a GPU, and the event of the last one's end.
+    """Host memory for a few copies, and the event of the last one's end.
 
     One event for several copies, since recording one takes the host as long as half a copy.
     """
 
-    def __init__(self, words: int, device: torch.device) -> None:
-        words = align_up(words, 2)
-        with torch.inference_mode(False):
-            memory, self.pinned = _host_words(COPIES_PER_BUFFER * words, device)
-            self.slots = [StagingSlot(memory[i * words :][:words]) for i in range(COPIES_PER_BUFFER)]
+    def __init__(self, memory: Tensor, device: torch.device) -> None:
+        words = memory.numel() // COPIES_PER_BUFFER
+        self.slots = [StagingSlot(memory[i * words :][:words]) for i in range(COPIES_PER_BUFFER)]
         self.used = 0
         self.event: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -58,21 +64,22 @@ class StagingBuffer:
         return self.event is None or bool(self.event.query())
 
 
-def _host_words(words: int, device: torch.device) -> tuple[Tensor, bool]:
+def _host_words(words: int, device: torch.device) -> Tensor:
+    """[words] int32 of host memory, pinned where there is a GPU."""
     if device.type == "cuda":
         try:
-            return torch.empty(words, dtype=torch.int32, device="cpu", pin_memory=True), True
+            return torch.empty(words, dtype=torch.int32, device="cpu", pin_memory=True)
         except RuntimeError:
             pass  # no memory may be locked here: copies from pageable memory are staged by the driver, and as safe
-    return torch.empty(words, dtype=torch.int32, device="cpu"), False
+    return torch.empty(words, dtype=torch.int32, device="cpu")
 
 
 class StepState:
     """Everything between "these requests run" and "call the layers", on the device and at fixed addresses.
 
-    `bind` writes a step from host numbers with one staged copy and at most two launches; `advance` makes the next
-    decode step from this one without the host. Layers read the buffers, which never move, so all but `bind` can lie
-    in a CUDA graph.
+    `bind` writes a step from host numbers in two launches, of which the first reads them in pinned host memory (where
+    kernels cannot read that, a staged copy and at most two launches); `advance` makes the next decode step from this
+    one without the host. Layers read the buffers, which never move, so all but `bind` can lie in a CUDA graph.
 
     >>> import torch, splitkv
     >>> table = torch.full((8, 4), -1, dtype=torch.int32)  # 8 rows of up to 4 pages
@@ -116,7 +123,7 @@ class StepState:
         pending: [B] int32, new tokens of each request that waits, else 0.
         arange: [max_mask_len] int64, 0…max_mask_len - 1.
         input_mask: [B, 1, max_mask_len] bool, what `decode_mask` writes.
-        staged: int32, where bind's copy lands.
+        staged: int32, where what bind staged lands.
     """
 
     input_ids: Tensor
@@ -149,12 +156,18 @@ class StepState:
                 getattr(self, name).fill_(-1)
             torch.arange(self.inc.numel(), out=self.inc, device=self.device)
             torch.arange(self.arange.numel(), out=self.arange, device=self.device)
-        self._staging = [StagingBuffer(config.staged_words, self.device) for _ in range(STAGING_BUFFERS)]
+        words = COPIES_PER_BUFFER * align_up(config.staged_words, 4)
+        with torch.inference_mode(False):
+            memory = _host_words(STAGING_BUFFERS * words, self.device)
+            parts = [memory[i * words :][:words] for i in range(STAGING_BUFFERS)]
+            self._input_view = self.input_ids[:0]
+        self._staging = [StagingBuffer(part, self.device) for part in parts]
         self._staging_index = 0
+        self._reads_host = read_in_place(memory, self.device)
         self._raw_stream: int | None = None
         self._stream: Any = None
-        with torch.inference_mode(False):
-            self._input_view = self.input_ids[:0]
+        self._streams: set[int] = set()  # that the host memory is known to be read on
+        self._counting = memoryview(array("I", range(config.max_batch_size + 1)))
         self._prepare()
 
     @classmethod
@@ -229,14 +242,20 @@ class StepState:
             config.max_batch_size.bit_length(),
             self.page_table.stride(0),
         )
-        self._update_pages = PreparedLaunch(
-            update_pages_kernel,
-            self.device,
-            dict(staged_ptr=self.staged, table_ptr=self.page_table),
-            ("updates_at", "updates", "fresh", "max_pages", "stride_table_row"),
-            dict(BLOCK=BLOCK_T),
-            num_warps=4,
-        )
+
+        def staging(target: Tensor) -> PreparedLaunch:
+            return PreparedLaunch(
+                stage_kernel,
+                self.device,
+                dict(source_ptr=self._staging[0].slots[0].words, target_ptr=target, table_ptr=self.page_table),
+                ("words", "updates_at", "updates", "fresh", "max_pages", "stride_table_row"),
+                dict(BLOCK=BLOCK_T),
+                num_warps=4,
+                given=("source_ptr",),
+            )
+
+        self._stage, self._fill = staging(self.staged), staging(self.input_ids.view(torch.int32))
+        self._table_sizes = self.max_pages, self.page_table.stride(0)
         self._bind = PreparedLaunch(
             bind_kernel,
             self.device,
@@ -252,14 +271,28 @@ class StepState:
             constants,
             num_warps=4,
         )
-        integers = ("counts", "max_batch", "max_total_q", *sizes)
-        # Counts are the caller's tensor, another one each time perhaps: int64 or int32, aligned or not.
-        self._advance = PreparedLaunch(
-            advance_kernel, self.device, dict(**common, num_new_ptr=None), integers, constants, num_warps=4
-        )
-        self._advance_operands = common
-        self._advance_integers = integers
-        self._advance_constants = constants
+        entries = max(config.max_total_q, config.max_q_tiles)
+        self._bind_programs = 1 + cdiv(entries, BLOCK_T)
+        self._bind_sizes = config.max_batch_size, config.max_total_q, config.max_q_tiles, *self._sizes
+
+        device = self.device
+
+        def advancing(num_new: Tensor | None) -> PreparedLaunch:
+            return PreparedLaunch(
+                advance_kernel,
+                device,
+                dict(**common, num_new_ptr=num_new),
+                ("counts", "max_batch", "max_total_q", *sizes),
+                constants,
+                num_warps=4,
+                given=() if num_new is None else ("num_new_ptr",),
+            )
+
+        self._advance = advancing(None)
+        self._advance_sizes = config.max_batch_size, config.max_total_q, *self._sizes
+        # Counts are the caller's tensor, another one each time perhaps: compiled when the first of a dtype comes.
+        self._advancing = advancing
+        self._advance_by: dict[torch.dtype, PreparedLaunch] = {}
 
     # Staging.
 
@@ -272,6 +305,8 @@ class StepState:
                 if buffer.used:  # its copies so far went elsewhere
                     buffer = self._close(buffer)
                 self._raw_stream, self._stream = raw_stream, torch.cuda.current_stream(self.device)
+                if self._reads_host:
+                    self._note_stream(raw_stream)
         if buffer.used == COPIES_PER_BUFFER:
             buffer = self._close(buffer)
         slot = buffer.slots[buffer.used]
@@ -297,8 +332,33 @@ class StepState:
         buffer.used = 0
         return buffer
 
-    def _send(self, source: Tensor, target: Tensor) -> None:
+    def _note_stream(self, raw_stream: int) -> None:
+        """Let torch know that the host memory is read on the current stream, so that it outlives the state for that.
+
+        A copy of torch's does, and once is enough: what is freed is not used again before the work that these streams
+        have by then is done. Of kernels that read it torch knows nothing.
+        """
+        if raw_stream not in self._streams:
+            self._streams.add(raw_stream)
+            self._staging[0].slots[0].words[:1].to(self.device, non_blocking=True)
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source, non_blocking=self.device.type == "cuda")
+
+    def _send(self, slot: StagingSlot, words: int, updates: int, update_words: int, fresh: int) -> None:
+        """Bring the first words of a slot to `staged`, and do the page updates that follow them.
+
+        By one launch where kernels can read the host's memory, else by a copy and, with updates, a launch.
+        """
+        programs = cdiv(updates, BLOCK_T) + fresh
+        if self._reads_host:
+            programs += cdiv(words, BLOCK_T)
+            self._stage(programs, words, words, updates, fresh, *self._table_sizes, given=(slot.words,))
+            return
+        end = words + update_words
+        self._copy(slot.words[:end], self.staged[:end])
+        if updates:
+            self._stage(programs, 0, words, updates, fresh, *self._table_sizes, given=(self.staged,))
 
     def _refuse_capture(self, name: str) -> None:
         if self.device.type != "cuda":
@@ -330,9 +390,10 @@ class StepState:
     ) -> None:
         """Write a step: which requests run, how long they are, and where their new tokens go.
 
-        One staged copy and one launch on the current stream, or two launches with page updates. The host does not
-        wait (see the class for streams). Everything is checked before anything is written. All buffers but input_ids
-        are written in full: whatever was bound before, what lies past the live requests, tokens and tiles is padding.
+        Two launches on the current stream; where kernels cannot read the host's memory, a staged copy and a launch, or
+        two with page updates. The host does not wait (see the class for streams). Everything is checked before anything
+        is written. All buffers but input_ids are written in full: whatever was bound before, what lies past the live
+        requests, tokens and tiles is padding.
 
         >>> table = torch.arange(32, dtype=torch.int32).reshape(4, 8)
         >>> step = StepState.allocate(StepConfig(4, max_total_q=256), table, page_size=32, device="cpu")
@@ -363,45 +424,45 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
             RuntimeError: the current stream is being captured in a graph.
         """
         config = self.config
-        row_words = _words("rows", rows)
-        len_words = _words("seq_lens", seq_lens)
-        live = len(row_words)
+        row_words, row_list = _words("rows", rows, self.page_table.shape[0] - 1)
+        len_words, len_list = _words("seq_lens", seq_lens, min(self.max_pages * self.page_size, INT32_MAX))
+        live = len(row_list)
         if live > config.max_batch_size:
             raise ValueError(f"rows: expected at most {config.max_batch_size} (max_batch_size), given {live}")
         if pad_to is not None:
             require_int("pad_to", pad_to, live, config.max_batch_size)
-        _check_count("seq_lens", len_words, live)
-        _check_range("rows", row_words, 0, self.page_table.shape[0] - 1)
-        _check_range("seq_lens", len_words, 0, min(self.max_pages * self.page_size, INT32_MAX))
-        if sum(len_words) > INT32_MAX:
-            raise ValueError(f"seq_lens: expected a sum of at most {INT32_MAX}, given {sum(len_words)}")
-        if len(set(row_words)) < live:
-            _check_distinct(row_words, len_words)
+        _check_count("seq_lens", len_list, live)
+        kv_tokens = sum(len_list)
+        if kv_tokens > INT32_MAX:
+            raise ValueError(f"seq_lens: expected a sum of at most {INT32_MAX}, given {kv_tokens}")
+        if len(set(row_list)) < live:
+            _check_distinct(row_list, len_list)
 
         # Prefix sums of query tokens and of tiles.
+        qo_words: array[int] | memoryview
+        tile_words: array[int] | memoryview
         if q_lens is None:
-            qo_words = tile_words = array("i", range(live + 1))
+            qo_words = tile_words = self._counting[: live + 1]
             total_q = live
             if total_q > config.max_total_q:
                 raise ValueError(f"rows: expected at most {config.max_total_q} (max_total_q), given {live}")
         else:
-            q_words = _words("q_lens", q_lens)
-            _check_count("q_lens", q_words, live)
-            _check_range("q_lens", q_words, 0, config.max_total_q)
-            total_q = sum(q_words)
+            _, q_list = _words("q_lens", q_lens, config.max_total_q)
+            _check_count("q_lens", q_list, live)
+            total_q = sum(q_list)
             if total_q > config.max_total_q:
                 raise ValueError(
                     f"q_lens: expected a sum of at most {config.max_total_q} (max_total_q), given {total_q}"
                 )
-            if live and min(map(sub, len_words, q_words)) < 0:
-                b = next(b for b in range(live) if len_words[b] < q_words[b])
+            if live and min(map(sub, len_list, q_list)) < 0:
+                b = next(b for b in range(live) if len_list[b] < q_list[b])
                 raise ValueError(
-                    f"seq_lens: expected at least q_len = {q_words[b]} in row {b} (new tokens are included), "
-                    f"given {len_words[b]}"
+                    f"seq_lens: expected at least q_len = {q_list[b]} in row {b} (new tokens are included), "
+                    f"given {len_list[b]}"
                 )
-            qo_words = array("i", accumulate(q_words, initial=0))
+            qo_words = array("I", accumulate(q_list, initial=0))
             tile = config.tile_tokens
-            tile_words = array("i", accumulate([(q + tile - 1) // tile for q in q_words], initial=0))
+            tile_words = array("I", accumulate([(q + tile - 1) // tile for q in q_list], initial=0))
         ids = None
         if tokens is not None:
             ids = _Ids("tokens", tokens)
@@ -412,42 +473,30 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
             updates, update_words, fresh = self._page_updates(page_updates)
         self._refuse_capture("bind")
 
-        # What the kernels read, one after another, and the ids at an even word.
-        words = row_words + len_words + qo_words + tile_words
-        updates_at = len(words)
-        words += update_words
-        tokens_at, end = -1, len(words)
+        # What the kernels read, one after another; the ids at an even word.
         slot = self._acquire()
-        ctypes.memmove(slot.address, words.buffer_info()[0], 4 * end)
+        counts, qo_at, words = slot.counts, 2 * live, 4 * live + 2
+        counts[:live] = row_words
+        counts[live:qo_at] = len_words
+        counts[qo_at : qo_at + live + 1] = qo_words
+        counts[qo_at + live + 1 : words] = tile_words
+        tokens_at = -1
         if ids is not None:
-            start = align_up(end, 2)
-            tokens_at, end = start // 2, start + 2 * total_q
-            if total_q:
-                ctypes.memmove(slot.address + 4 * start, ids.address, 8 * total_q)
-        self._send(slot.words[:end], self.staged[:end])
+            tokens_at = words // 2
+            slot.put_ids(tokens_at, ids)
+            words += 2 * total_q
         if updates:
-            row_stride = self.page_table.stride(0)
-            programs = cdiv(updates, BLOCK_T) + fresh
-            self._update_pages(programs, updates_at, updates, fresh, self.max_pages, row_stride)
-        entries = max(config.max_total_q, config.max_q_tiles)
-        self._bind(
-            1 + cdiv(entries, BLOCK_T),
-            live,
-            total_q,
-            min(max(total_q, pad_to or 0), config.max_total_q),
-            tokens_at,
-            config.max_batch_size,
-            config.max_total_q,
-            config.max_q_tiles,
-            *self._sizes,
-        )
+            slot.pages[words : words + len(update_words)] = update_words
+        self._send(slot, words, updates, len(update_words), fresh)
+        padded_q = min(max(total_q, pad_to or 0), config.max_total_q)
+        self._bind(self._bind_programs, live, total_q, padded_q, tokens_at, *self._bind_sizes)
 
     def _page_updates(self, page_updates: Any) -> tuple[int, array[int], int]:
         """Number of updates, the words that say them and what to clear, and the number of rows that begin anew."""
         columns = _triples(page_updates)
         if columns is None:
             return 0, array("i"), 0
-        rows, cols, pages = (_words("page_updates", column) for column in columns)
+        rows, cols, pages = (_array_of("page_updates", "i", _listed("page_updates", column)) for column in columns)
         updates = len(rows)
         if updates > self.config.max_page_updates:
             raise ValueError(
@@ -496,36 +545,26 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
         Raises:
             TypeError, ValueError: dtype, rank, size, stride or device of num_new; nothing was launched.
         """
-        config = self.config
-        sizes = (config.max_batch_size, config.max_total_q, *self._sizes)
         if num_new is None:
-            self._advance(1, 0, *sizes)
+            self._advance(1, 0, *self._advance_sizes)
             return
         num_new = checks.check_tensor("num_new", num_new)
         checks.check_dtype("num_new", num_new, torch.int32, torch.int64)
         checks.check_rank("num_new", num_new, 1)
         checks.check_last_stride("num_new", num_new)
         checks.check_device("num_new", num_new, self.device, "the state")
-        counts = num_new.shape[0]
-        if counts > config.max_batch_size:
-            raise ValueError(
-                f"num_new: expected at most {config.max_batch_size} counts (max_batch_size), given {counts}"
-            )
-        launch(
-            advance_kernel,
-            (1,),
-            self.device,
-            operands=dict(
-                num_new_ptr=num_new,
-                **self._advance_operands,
-                **dict(zip(self._advance_integers, (counts, *sizes), strict=True)),
-            ),
-            constants=self._advance_constants,
-            num_warps=4,
-        )
+        counts, most = num_new.shape[0], self.config.max_batch_size
+        if counts > most:
+            raise ValueError(f"num_new: expected at most {most} counts (max_batch_size), given {counts}")
+        advance = self._advance_by.get(num_new.dtype)
+        if advance is None:
+            advance = self._advance_by[num_new.dtype] = self._advancing(num_new)
+        advance(1, counts, *self._advance_sizes, given=(num_new,))
 
     def fill_input_ids(self, ids: HostIntegers) -> Tensor:
         """Copy token ids from the host into input_ids, on the current stream and without waiting for it.
+
+        One launch, or a copy where kernels cannot read the host's memory.
 
         >>> table = torch.zeros(2, 4, dtype=torch.int32)
         >>> step = StepState.allocate(StepConfig(2, max_total_q=6), table, page_size=4, device="cpu")
@@ -553,10 +592,12 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
         if source.count:
             self._refuse_capture("fill_input_ids")
             slot = self._acquire()
-            ctypes.memmove(slot.address, source.address, 8 * source.count)
-            if slot.filled.shape[0] != source.count:
-                slot.filled = slot.longs[: source.count]
-            self._send(slot.filled, view)
+            slot.put_ids(0, source)
+            words = 2 * source.count
+            if self._reads_host:
+                self._fill(cdiv(words, BLOCK_T), words, 0, 0, 0, *self._table_sizes, given=(slot.words,))
+            else:
+                self._copy(slot.words[:words].view(torch.int64), view)
         return view
 
     def fill_input_ids_from_device(self, tokens: Tensor) -> Tensor:
@@ -610,11 +651,7 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
         return masks.position_mask(self.input_mask[:batch, :, :total_len], position_ids)
 
 
-def _array_of(name: str, typecode: str, values: object) -> array[int]:
-    if not isinstance(values, (list, tuple, range, array)):
-        raise TypeError(
-            f"{name}: expected a list, NumPy array or CPU tensor of integers, given {type(values).__name__}"
-        )
+def _array_of(name: str, typecode: str, values: Any) -> array[int]:
     try:
         return array(typecode, values)
     except TypeError as error:
@@ -641,12 +678,31 @@ def _check_host_vector(name: str, values: Any) -> None:
         raise ValueError(f"{name}: expected 1 dimension, given shape {checks.shape_text(values.shape)}")
 
 
-def _words(name: str, values: Any) -> array[int]:
-    """Host integers as 32-bit words."""
+def _listed(name: str, values: Any) -> Any:
+    """Host integers as a sequence of Python's."""
+    if isinstance(values, (list, tuple, range, array)):
+        return values
     if isinstance(values, Tensor) or _is_numpy(values):
         _check_host_vector(name, values)
-        values = values.tolist()
-    return _array_of(name, "i", values)
+        return values.tolist()
+    raise TypeError(f"{name}: expected a list, NumPy array or CPU tensor of integers, given {type(values).__name__}")
+
+
+def _words(name: str, values: Any, high: int) -> tuple[array[int], list[int]]:
+    """Host integers in 0…high, at most 2³¹ - 1, as 32-bit words and as Python's."""
+    values = _listed(name, values)
+    try:
+        words = array("I", values)  # a negative one would not fit
+    except (TypeError, OverflowError):
+        _check_range(name, _array_of(name, "i", values), 0, high)
+        raise
+    numbers = words.tolist()
+    if numbers and max(numbers) > high:
+        _check_range(name, numbers, 0, high)
+    return words, numbers
+
+
+_HIGH_BYTES = slice(7 if sys.byteorder == "little" else 0, None, 8)
 
 
 class _Ids:
@@ -667,9 +723,18 @@ class _Ids:
             self.address, self.count = self.owner.__array_interface__["data"][0], self.owner.size
             lowest = int(self.owner.min()) if self.count else 0
         else:
-            self.owner = _array_of(name, "q", values)
-            self.address, self.count = self.owner.buffer_info()
-            lowest = min(values) if self.count else 0
+            values = _listed(name, values)
+            lowest = 0
+            try:
+                self.owner = array("Q", values)  # a negative one would not fit
+            except (TypeError, OverflowError):
+                _array_of(name, "q", values)
+                lowest = min(values)
+            else:
+                self.address, self.count = self.owner.buffer_info()
+                # Bytes below 128, the highest of each, are ASCII: the quickest way to ask all of them.
+                if not self.owner.tobytes()[_HIGH_BYTES].isascii():
+                    _array_of(name, "q", values)
         if lowest < 0:
             # Unsigned ids past 63 bits have become negative too.
             raise ValueError(f"{name}: expected ids in 0…2⁶³ - 1, given {lowest} (as a signed 64-bit integer)")
@@ -690,18 +755,18 @@ def _triples(page_updates: Any) -> list[Any] | None:
     return columns or None
 
 
-def _check_count(name: str, values: array[int], count: int) -> None:
+def _check_count(name: str, values: Sequence[int], count: int) -> None:
     if len(values) != count:
         raise ValueError(f"{name}: expected {count} (one per request in rows), given {len(values)}")
 
 
-def _check_range(name: str, values: array[int], low: int, high: int) -> None:
+def _check_range(name: str, values: Sequence[int], low: int, high: int) -> None:
     if values and (min(values) < low or max(values) > high):
         index, value = next((i, v) for i, v in enumerate(values) if not low <= v <= high)
         raise ValueError(f"{name}: expected integers in {low}…{high}, given {value} at index {index}")
 
 
-def _check_distinct(rows: array[int], lens: array[int]) -> None:
+def _check_distinct(rows: Sequence[int], lens: Sequence[int]) -> None:
     seen = set()
     for row, length in zip(rows, lens, strict=True):
         if length and row in seen:

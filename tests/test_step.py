@@ -20,6 +20,7 @@ import splitkv
 from splitkv import StepConfig, StepState, reference
 from splitkv import step as step_module
 from splitkv.bench import step as bench_step
+from splitkv.config import align_up
 
 INT32_MAX = 2**31 - 1
 
@@ -583,27 +584,38 @@ def test_advance_refuses(device: torch.device, bad: Any) -> None:
     assert state.seq_lens.tolist() == [1, 2]
 
 
-def test_launches_and_copies_of_a_step(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    state, _ = make(device, StepConfig(4), torch.arange(8).reshape(4, 2), 4)
+@pytest.mark.parametrize("reads_host", [True, False], ids=["kernels read the host", "copies"])
+def test_launches_and_copies_of_a_step(device: torch.device, reads_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not reads_host:
+        monkeypatch.setattr(step_module, "read_in_place", lambda memory, device: False)
+    table = torch.arange(8, dtype=torch.int32, device=device).reshape(4, 2)
+    state = StepState.allocate(StepConfig(4), table, 4, device)
+    assert state._reads_host == reads_host
+    state.fill_input_ids([1])  # tells torch of the stream
     calls: list[str] = []
     prepared = step_module.PreparedLaunch.__call__
-    send = StepState._send
+    copy = StepState._copy
 
-    def counted_launch(self: Any, *arguments: Any) -> None:
+    def counted_launch(self: Any, *arguments: Any, **given: Any) -> None:
         calls.append("launch")
-        prepared(self, *arguments)
+        prepared(self, *arguments, **given)
 
     def counted_copy(self: Any, *arguments: Any) -> None:
         calls.append("copy")
-        send(self, *arguments)
+        copy(self, *arguments)
 
     monkeypatch.setattr(step_module.PreparedLaunch, "__call__", counted_launch)
-    monkeypatch.setattr(StepState, "_send", counted_copy)
+    monkeypatch.setattr(StepState, "_copy", counted_copy)
     state.bind([0, 1], [1, 2], tokens=[5, 6])
-    assert calls == ["copy", "launch"]
+    assert calls == (["launch", "launch"] if reads_host else ["copy", "launch"])
+    assert state.input_ids.tolist() == [5, 6, 0, 0] and state.out_cache_loc.tolist() == [0, 9, -1, -1]
     calls.clear()
     state.bind([0, 1], [1, 2], tokens=[5, 6], page_updates=[(0, 0, 1), (1, 0, 3)])
-    assert calls == ["copy", "launch", "launch"]
+    assert calls == (["launch", "launch"] if reads_host else ["copy", "launch", "launch"])
+    assert table.tolist() == [[1, -1], [3, -1], [4, 5], [6, 7]] and state.out_cache_loc.tolist() == [4, 13, -1, -1]
+    calls.clear()
+    assert state.fill_input_ids([7, 8, 9]).tolist() == [7, 8, 9] and state.input_ids.tolist() == [7, 8, 9, 0]
+    assert calls == ["launch" if reads_host else "copy"]
     calls.clear()
     state.advance()
     assert calls == ["launch"]
@@ -830,12 +842,11 @@ def test_the_benchmark_counts_launches(device: torch.device, tmp_path: Path) -> 
     rows = {row["call"]: row for row in json.loads(path.read_text())["rows"]}
     launches = {name: row["launches"] for name, row in rows.items()}
     copies = {name: row["copies"] for name, row in rows.items()}
-    assert launches["bind"] == launches["advance"] == launches["append_kv"] == 1
-    assert launches["bind with new pages"] == 2
-    assert launches["fill_input_ids"] == 0
+    assert launches["fill_input_ids"] == launches["advance"] == launches["append_kv"] == 1
+    assert launches["bind"] == launches["bind with new pages"] == 2
     if device.type == "cuda":
-        assert copies["bind"] == copies["bind with new pages"] == copies["fill_input_ids"] == 1
-        assert copies["advance"] == copies["append_kv"] == 0
+        staged = ("bind", "bind with new pages", "fill_input_ids", "advance", "append_kv")
+        assert all(copies[name] == 0 for name in staged)  # kernels read the host's memory
     assert all(row["host_us"] > 0 and row["batch"] == 2 for row in rows.values())
 
 
@@ -937,9 +948,29 @@ def test_copies_of_several_streams_are_each_waited_for(device: torch.device) -> 
 
 
 @pytest.mark.gpu
+def test_what_was_staged_outlives_the_state(device: torch.device) -> None:
+    """Pinned memory of a state that is gone is not used again before the kernels that read it have run."""
+    table = torch.zeros(8, 64, dtype=torch.int32, device=device)
+    updates = [(row, column, 64 * row + column) for row in range(8) for column in range(64)]
+
+    def bind_and_drop() -> int:
+        state = StepState.allocate(StepConfig(8), table, 4, device)
+        state.bind(range(8), [256] * 8, page_updates=updates)
+        return 4 * step_module.STAGING_BUFFERS * step_module.COPIES_PER_BUFFER * align_up(state.config.staged_words, 4)
+
+    nbytes = bind_and_drop()  # compiles
+    torch.cuda.synchronize()
+    table.zero_()
+    torch.cuda._sleep(HELD_CYCLES)
+    bind_and_drop()
+    others = [torch.full((nbytes,), 255, dtype=torch.uint8).pin_memory() for _ in range(3)]
+    assert table.flatten().tolist() == list(range(512)) and others
+
+
+@pytest.mark.gpu
 def test_a_step_neither_waits_nor_allocates(device: torch.device) -> None:
     state, _ = make(device, StepConfig(8, max_mask_len=64), torch.arange(64).reshape(8, 8), 4)
-    assert all(buffer.pinned for buffer in state._staging)
+    assert state._reads_host
     counts = torch.ones(8, dtype=torch.int32, device=device)
     sampled = torch.arange(8, device=device)
 

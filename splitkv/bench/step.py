@@ -22,9 +22,9 @@ import triton
 import splitkv
 from splitkv.config import cdiv
 from splitkv.kernels.append import append_kernel
-from splitkv.kernels.step import advance_kernel, bind_kernel, update_pages_kernel
+from splitkv.kernels.step import advance_kernel, bind_kernel, stage_kernel
 
-KERNELS = (append_kernel, advance_kernel, bind_kernel, update_pages_kernel)
+KERNELS = (append_kernel, advance_kernel, bind_kernel, stage_kernel)
 BATCHES = (1, 16, 128, 512)
 PAGE_SIZE, MAX_PAGES, HEADS, HEAD_DIM = 16, 64, 8, 128
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -12,6 +13,8 @@ import triton
 from torch import Tensor
 
 from splitkv.kernels.launch import compile_options, launch
+
+_DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER of the CUDA driver
 
 
 class Stretch(NamedTuple):
@@ -84,6 +87,26 @@ def compiled_by_hand(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and not triton.knobs.runtime.interpret
 
 
+def read_in_place(memory: Tensor, device: torch.device) -> bool:
+    """Whether kernels on `device` can read this host memory at the address that it has on the host.
+
+    Pinned memory they can, where host and device share one address space, as on every 64-bit system.
+    """
+    if memory.device == device:
+        return True
+    if not compiled_by_hand(device) or not memory.is_pinned():
+        return False
+    address, found = memory.data_ptr(), ctypes.c_uint64()
+    try:
+        attribute = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
+    except (OSError, AttributeError):
+        return False
+    attribute.argtypes, attribute.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64], ctypes.c_int
+    with torch.cuda.device(device):
+        status = attribute(ctypes.addressof(found), _DEVICE_POINTER, address)
+    return status == 0 and found.value == address
+
+
 class PreparedLaunches:
     """Launches one after another, of which calls change the tensors only, and of these the addresses only.
 
@@ -154,7 +177,26 @@ class PreparedLaunches:
                     compiled.enqueue(stream, addresses)
 
 
-class _CompiledLaunch:
+class _Compiled:
+    """A kernel as Triton compiled it, launched by addresses and numbers."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._compiled = compiled = launch.compile()
+        self._start, self._function, self._metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def start(self, grid: tuple[int, ...], stream: int, arguments: Sequence[Any]) -> None:
+        """Launch on `stream`, a raw one of the current device, with one argument for each of the kernel's parameters.
+
+        Pointers are addresses or None: of a tensor Triton would ask the driver.
+        """
+        hooks = triton.knobs.runtime
+        if _hooked(hooks.launch_enter_hook) or _hooked(hooks.launch_exit_hook):
+            self._compiled[grid](*arguments, stream=stream)  # a profiler listens
+            return
+        self._start(*grid, stream, self._function, self._metadata, None, None, None, *arguments)
+
+
+class _CompiledLaunch(_Compiled):
     """A launch as the compiled kernel takes it."""
 
     def __init__(self, launch: Launch, names: Sequence[str]) -> None:
@@ -179,27 +221,11 @@ class _CompiledLaunch:
                 for address, offset in zip(pick(addresses), offsets, strict=True)
             ]
         self._grid = (*launch.grid, 1, 1)[:3]
-        self._compiled = compiled = launch.compile()
-        self._start, self._function, self._metadata = compiled.run, compiled.function, compiled.packed_metadata
+        super().__init__(launch)
 
     def enqueue(self, stream: int, addresses: Sequence[int | None]) -> None:
         """Launch on `stream`, a raw one of the current device, with these addresses of all named tensors, and None."""
-        hooks = triton.knobs.runtime
-        if _hooked(hooks.launch_enter_hook) or _hooked(hooks.launch_exit_hook):
-            # A profiler listens.
-            self._compiled[self._grid](*self._pointers_of(addresses), *self._rest, stream=stream)
-            return
-        self._start(
-            *self._grid,
-            stream,
-            self._function,
-            self._metadata,
-            None,
-            None,
-            None,
-            *self._pointers_of(addresses),
-            *self._rest,
-        )
+        self.start(self._grid, stream, (*self._pointers_of(addresses), *self._rest))
 
 
 def _hooked(hook: Any) -> bool:
@@ -208,19 +234,21 @@ def _hooked(hook: Any) -> bool:
 
 
 class PreparedLaunch:
-    """A kernel with tensors and constants that never change; integers and the grid may vary from call to call.
+    """A kernel with tensors and constants that never change; integers, the grid and some tensors' addresses may.
 
     Where the kernel is compiled, a call skips what Triton does per launch (binding, specialisation, the look-up of the
     compiled kernel), which is most of its cost. That is sound only because nothing of it can change: the integers
-    must be named in the kernel's `do_not_specialize`.
+    must be named in the kernel's `do_not_specialize`, and the tensors that calls give in its
+    `do_not_specialize_on_alignment`.
 
     Args:
-        kernel: A Triton kernel.
+        kernel: A Triton kernel. Its parameters: the tensors that calls give, other tensors, integers, constants.
         device: Where the tensors live.
-        operands: Tensors by parameter name.
+        operands: Tensors (or None) by parameter name; of those that calls give, one of their dtype.
         integers: Names of the integers that each call gives.
         constants: Compile-time constants by parameter name.
         num_warps: Warps per program.
+        given: Names of the tensors that each call gives.
     """
 
     def __init__(
@@ -231,39 +259,50 @@ class PreparedLaunch:
         integers: tuple[str, ...],
         constants: Mapping[str, Any],
         num_warps: int,
+        given: tuple[str, ...] = (),
     ) -> None:
         self._kernel, self._device, self._num_warps = kernel, device, num_warps
         self._operands, self._constants = dict(operands), dict(constants)
-        self._compiled: Any = None
-        if device.type == "cuda" and isinstance(kernel, triton.JITFunction):
-            missing = [name for name in integers if name not in kernel.do_not_specialize]
-            if missing:
-                raise ValueError(f"integers: expected names in do_not_specialize of the kernel, given {missing}")
-            values = {**operands, **dict.fromkeys(integers, 1), **constants}
+        self._integers, self._given = integers, given
+        self._compiled: _Compiled | None = None
+        if compiled_by_hand(device):
+            for which, names, fixed in (
+                ("integers", integers, kernel.do_not_specialize),
+                ("given", given, kernel.do_not_specialize_on_alignment),
+            ):
+                missing = [name for name in names if name not in fixed]
+                if missing:
+                    raise ValueError(f"{which}: expected names that the kernel is not specialised on, given {missing}")
+            pointers = kernel.arg_names[: len(operands)]
+            expected = [*given, *pointers[len(given) :], *integers, *constants]
+            if kernel.arg_names != expected or set(pointers) != set(operands):
+                raise ValueError(f"kernel: expected parameters {expected}, given {kernel.arg_names}")
             with torch.cuda.device(device):
-                self._compiled = Launch(kernel, (1, 1, 1), values, {}, num_warps).compile()
-            self._arguments = [values[name] for name in kernel.arg_names]
-            self._places = [kernel.arg_names.index(name) for name in integers]
-        self._integers = integers
+                values = {**operands, **dict.fromkeys(integers, 1), **constants}
+                self._compiled = _Compiled(Launch(kernel, (1, 1, 1), values, {}, num_warps))
+            tensors = [operands[name] for name in pointers[len(given) :]]
+            self._addresses = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
+            self._rest = tuple(constants.values())
 
-    def __call__(self, programs: int, *integers: int) -> None:
+    def __call__(self, programs: int, *integers: int, given: Sequence[Tensor] = ()) -> None:
         """Enqueue `programs` programs on the current stream of the device, whatever device is current.
 
         Args:
             programs: Size of the one-dimensional grid.
             integers: In the order of their names.
+            given: Tensors, in the order of their names. The device must be able to read and write them at data_ptr().
         """
         if self._compiled is None:
-            given = dict(zip(self._integers, integers, strict=True))
+            named = dict(zip((*self._given, *self._integers), (*given, *integers), strict=True))
             launch(
-                self._kernel, (programs,), self._device, {**self._operands, **given}, self._constants, self._num_warps
+                self._kernel, (programs,), self._device, {**self._operands, **named}, self._constants, self._num_warps
             )
             return
-        arguments = self._arguments.copy()
-        for place, value in zip(self._places, integers, strict=True):
-            arguments[place] = value
-        if torch.cuda.current_device() == self._device.index:
-            self._compiled[programs, 1, 1](*arguments)
+        arguments = (*[tensor.data_ptr() for tensor in given], *self._addresses, *integers, *self._rest)
+        driver = triton.runtime.driver.active
+        index = self._device.index
+        if driver.get_current_device() == index:
+            self._compiled.start((programs, 1, 1), driver.get_current_stream(index), arguments)
         else:
             with torch.cuda.device(self._device):
-                self._compiled[programs, 1, 1](*arguments)
+                self._compiled.start((programs, 1, 1), driver.get_current_stream(index), arguments)

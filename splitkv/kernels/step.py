@@ -1,4 +1,4 @@
-"""Kernels that write what an engine needs per step: page-table updates, `bind` and `advance`.
+"""Kernels that write what an engine needs per step: what the host staged, `bind` and `advance`.
 
 None of their integers is specialised: batch sizes and token counts change from step to step, and a step must not
     compile.
@@ -26,10 +26,15 @@ def cache_slot(row, position, live, table_ptr, stride_table_row, page_size, max_
     return tl.where((page >= 0) & (slot <= INT32_MAX), slot, -1).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["updates_at", "updates", "fresh", "max_pages", "stride_table_row"])
-def update_pages_kernel(
-    staged_ptr,
+@triton.jit(
+    do_not_specialize=["words", "updates_at", "updates", "fresh", "max_pages", "stride_table_row"],
+    do_not_specialize_on_alignment=["source_ptr"],
+)
+def stage_kernel(
+    source_ptr,
+    target_ptr,
     table_ptr,
+    words: tl.int32,
     updates_at: tl.int32,
     updates: tl.int32,
     fresh: tl.int32,
@@ -37,29 +42,35 @@ def update_pages_kernel(
     stride_table_row: tl.int64,
     BLOCK: tl.constexpr,
 ):
-    """Write pages into the page table, and clear what an earlier request left behind in rows that begin anew.
+    """Copy words, write pages into the page table, and clear what an earlier request left behind in rows that begin
+    anew.
 
-    Grid: (ceil(updates / BLOCK) + fresh,). No two programs write the same entry: what is cleared lies right of the
-    row's last update.
+    Grid: (ceil(words / BLOCK) + ceil(updates / BLOCK) + fresh,). No two programs write the same entry: what is cleared
+    lies right of the row's last update. The source may be memory of the host: each word of it is read once, by nothing
+    but one load.
 
-    Reads:  staged: at updates_at rows, columns and pages [updates] each, then rows and first columns to clear [fresh]
-        each
-    Writes: table
+    Reads:  source: words from 0 on; at updates_at rows, columns and pages [updates] each, then rows and first columns
+            to clear [fresh] each
+    Writes: target [words], table
     """
     pid = tl.program_id(0)
+    copiers = tl.cdiv(words, BLOCK)
     writers = tl.cdiv(updates, BLOCK)
-    source = staged_ptr + updates_at
-    if pid < writers:
+    if pid < copiers:
         offs = pid * BLOCK + tl.arange(0, BLOCK)
+        tl.store(target_ptr + offs, tl.load(source_ptr + offs, mask=offs < words, other=0), mask=offs < words)
+    elif pid < copiers + writers:
+        offs = (pid - copiers) * BLOCK + tl.arange(0, BLOCK)
         live = offs < updates
+        source = source_ptr + updates_at
         row = tl.load(source + offs, mask=live, other=0).to(tl.int64)
         column = tl.load(source + updates + offs, mask=live, other=0)
         page = tl.load(source + 2 * updates + offs, mask=live, other=-1)
         tl.store(table_ptr + row * stride_table_row + column, page, mask=live)
     else:
-        index = 3 * updates + pid - writers
-        cleared = table_ptr + tl.load(source + index).to(tl.int64) * stride_table_row
-        first = tl.load(source + index + fresh)
+        index = updates_at + 3 * updates + pid - copiers - writers
+        cleared = table_ptr + tl.load(source_ptr + index).to(tl.int64) * stride_table_row
+        first = tl.load(source_ptr + index + fresh)
         for start in range(first, max_pages, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             tl.store(cleared + columns, tl.full([BLOCK], -1, tl.int32), mask=columns < max_pages)
@@ -169,7 +180,8 @@ def bind_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["counts", "max_batch", "max_total_q", "page_size", "max_pages", "steps", "stride_table_row"]
+    do_not_specialize=["counts", "max_batch", "max_total_q", "page_size", "max_pages", "steps", "stride_table_row"],
+    do_not_specialize_on_alignment=["num_new_ptr"],
 )
 def advance_kernel(
     num_new_ptr,
