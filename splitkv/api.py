@@ -17,7 +17,7 @@ from splitkv import tiles as tile_sizes
 from splitkv.config import DTYPES, cdiv, next_power_of_2
 from splitkv.kernels.groups import group_kernel
 from splitkv.kernels.merge import merge_kernel, merge_splits_kernel
-from splitkv.kernels.prepared import Launch, PreparedLaunches, Stretch
+from splitkv.kernels.prepared import Launch, PreparedCalls, PreparedLaunches, Stretch
 from splitkv.kernels.split_decode import split_decode_kernel
 from splitkv.kv import CSR, OPERANDS, PAGED, KVView
 from splitkv.variants import ALIGNED_BYTES, CallForm, SharedPass, Variant
@@ -894,6 +894,52 @@ def view_of(buffer: Tensor, name: str, shape: tuple[int, ...] | torch.Size) -> T
     return buffer.view(-1)[:needed].view(shape)
 
 
+MERGE_NAMES = "outs_ptr", "lses_ptr", "out_ptr", "lse_ptr", "sinks_ptr", "indptr_ptr"
+
+
+class PreparedMerge:
+    """A call of `merge` that was checked, for further ones of the same form."""
+
+    def __init__(self, step: Launch, within: bool, out: Tensor, lse: Tensor, rules: tuple[float, str]) -> None:
+        self._rules = rules
+        operands = step.operands
+        self.launches = PreparedLaunches([step], MERGE_NAMES, out.device)
+        self._out, self._lse, self._within = (out.shape, out.dtype), lse.shape, within
+        self._reach = [checks.reach(operands[name]) for name in MERGE_NAMES[:4]]
+
+    def run(
+        self,
+        outs: Tensor,
+        lses: Tensor,
+        indptr: Tensor | None,
+        sinks: Tensor | None,
+        out: Tensor | None,
+        lse: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Launch it for these tensors, and return its outputs. Where outputs lie is no matter of form: see `merge`."""
+        if out is None:
+            out = torch.empty(self._out[0], dtype=self._out[1], device=outs.device)
+            if out.data_ptr() % ALIGNED_BYTES:  # by another allocator than when this was prepared
+                base, layout = self._rules
+                return merge(outs, lses, indptr=indptr, sinks=sinks, lse_base=base, lse_layout=layout, out=out, lse=lse)
+        elif self._near(out, outs, 0):
+            checks.check_in_place("out", out, "outs", outs, self._within)
+        if lse is None:
+            lse = torch.empty(self._lse, dtype=torch.float32, device=outs.device)
+        elif self._near(lse, lses, 1):
+            checks.check_in_place("lse", lse, "lses", lses, self._within)
+        self.launches((outs, lses, out, lse, sinks, indptr))
+        return out, lse
+
+    def _near(self, written: Tensor, read: Tensor, which: int) -> bool:
+        """Whether the memory from one's first element to its last meets that of the other."""
+        first, first_read = written.data_ptr(), read.data_ptr()
+        return first < first_read + self._reach[which] and first_read < first + self._reach[2 + which]
+
+
+_merges = PreparedCalls[PreparedMerge]()
+
+
 def merge(
     outs: Tensor,
     lses: Tensor,
@@ -939,6 +985,44 @@ def merge(
     Raises:
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
+    form: Hashable = None
+    call: PreparedMerge | None = None
+    try:
+        form = (
+            _form_of(outs), _form_of(lses),
+            None if indptr is None else _form_of(indptr),
+            None if sinks is None else _form_of(sinks),
+            None if out is None else _form_of(out),
+            None if lse is None else _form_of(lse),
+            lse_base, lse_base.__class__, lse_layout,
+        )  # fmt: skip
+        call = _merges.recall(form)
+    except (AttributeError, TypeError, RuntimeError):
+        form = None  # some argument is no such thing at all: the checks say which
+    if call is not None and not checks.debugging():
+        return call.run(outs, lses, indptr, sinks, out, lse)
+    step, within, out, lse = _plan_merge(outs, lses, indptr, sinks, lse_base, lse_layout, out, lse)
+    if form is None:
+        step.run(outs.device)
+    else:
+        if call is None:
+            call = PreparedMerge(step, within, out, lse, (lse_base, lse_layout))
+            _merges.remember(form, call)
+        call.launches((outs, lses, out, lse, sinks, indptr))
+    return out, lse
+
+
+def _plan_merge(
+    outs: Tensor,
+    lses: Tensor,
+    indptr: Tensor | None,
+    sinks: Tensor | None,
+    lse_base: float,
+    lse_layout: str,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> tuple[Launch, bool, Tensor, Tensor]:
+    """Check a call of `merge`: its launch, whether outputs may be partials, and the outputs, made where not given."""
     outs = checks.check_tensor("outs", outs)
     lses = checks.check_tensor("lses", lses)
     checks.check_dtype("outs", outs, *DTYPES)
@@ -1006,7 +1090,7 @@ def merge(
     lse_strides = _row_and_head_strides("lse", written_lse.shape, written_lse.stride())
     heads = out_shape[-2] if len(out_shape) > 1 else 1
     vector = min(_vector(ALIGNED_BYTES, outs), _vector(ALIGNED_BYTES, out))
-    Launch(
+    step = Launch(
         kernel=merge_kernel,
         grid=(math.prod(out_shape[:-2]), heads, cdiv(head_dim_v, block)),
         operands=dict(
@@ -1042,8 +1126,8 @@ def merge(
             BLOCK_DV=block,
         ),
         num_warps=1,
-    ).run(outs.device)
-    return out, lse
+    )
+    return step, within, out, lse
 
 
 def _row_and_head_strides(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -9,14 +10,20 @@ from torch import Tensor
 
 from splitkv import _interpreter, checks
 from splitkv import tiles as tile_sizes
-from splitkv.api import _vector
+from splitkv.api import _form_of, _vector
 from splitkv.config import DTYPES, cdiv, next_power_of_2
 from splitkv.kernels.append import append_kernel, move_kernel
-from splitkv.kernels.launch import launch
+from splitkv.kernels.prepared import Launch, PreparedCalls, PreparedLaunches
 from splitkv.kv import CONTIGUOUS, RAGGED, KVView
+from splitkv.variants import ALIGNED_BYTES
 
 MOVE_BLOCK = 256
 """Tokens that `move_kv` moves as if at once."""
+
+
+APPEND_NAMES = "k_new_ptr", "v_new_ptr", "slots_ptr", "k_ptr", "v_ptr", "k_scale_ptr", "v_scale_ptr"
+MOVE_NAMES = "source_ptr", "target_ptr", "k_ptr", "v_ptr", "k_scale_ptr", "v_scale_ptr"
+_calls = PreparedCalls[PreparedLaunches]()
 
 
 class Slots(NamedTuple):
@@ -119,6 +126,45 @@ def append_kv(k_new: Tensor, v_new: Tensor | None, kv: KVView, slots: Tensor) ->
     Raises:
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
+    form: Hashable = None
+    call: PreparedLaunches | None = None
+    try:
+        form = _form_of(k_new), None if v_new is None else _form_of(v_new), _form_of(slots), _cache_form(kv)
+        call = _calls.recall(form)
+    except (AttributeError, TypeError, RuntimeError):
+        pass  # some argument is no such thing at all: the checks say which
+    if call is None or checks.debugging():
+        step = _plan_append(k_new, v_new, kv, slots)
+        if form is None:
+            step.run(kv.device)
+            return
+        if call is None:
+            call = PreparedLaunches([step], APPEND_NAMES, kv.device)
+            _calls.remember(form, call)
+    call((k_new, v_new, slots, *_cache_tensors(kv)))
+
+
+def _cache_form(kv: KVView) -> tuple[Hashable, ...]:
+    """All that checks and launches here depend on of a view."""
+    k, v, k_scale, v_scale = _cache_tensors(kv)
+    first = k.data_ptr()
+    last = first if v is None else v.data_ptr()
+    return (
+        kv.form, first % ALIGNED_BYTES, last % ALIGNED_BYTES, first == last, kv.k.stride(), kv.v.stride(),
+        None if k_scale is None else k_scale.data_ptr() % ALIGNED_BYTES,
+        None if v_scale is None else v_scale.data_ptr() % ALIGNED_BYTES,
+    )  # fmt: skip
+
+
+def _cache_tensors(kv: KVView) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """K, V and the scales of a view as the kernels take them."""
+    k, v, _, _, _, _, _, _, k_scale, v_scale, _, _ = kv.tensors
+    assert k is not None
+    return k, v, k_scale, v_scale
+
+
+def _plan_append(k_new: Tensor, v_new: Tensor | None, kv: KVView, slots: Tensor) -> Launch:
+    """Check a call of `append_kv` and say what it launches."""
     where = _slots_of(kv)
     k_new = _check_new("k_new", k_new, kv, kv.head_dim)
     tokens = k_new.shape[0]
@@ -144,10 +190,9 @@ def append_kv(k_new: Tensor, v_new: Tensor | None, kv: KVView, slots: Tensor) ->
     # About four 16-byte copies per thread; under the interpreter, which pays per program, many rows at once.
     block_r = max(1, 2048 // max(block_d, block_dv)) if kv.device.type != "cpu" else 256
     rows = tokens * kv.num_kv_heads
-    launch(
+    return Launch(
         append_kernel,
         (cdiv(rows, block_r),),
-        kv.device,
         operands=dict(
             k_new_ptr=new[0],
             v_new_ptr=None if kv.latent else new[1],
@@ -215,6 +260,26 @@ def move_kv(kv: KVView, src_slots: Tensor, dst_slots: Tensor) -> None:
     Raises:
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
+    form: Hashable = None
+    call: PreparedLaunches | None = None
+    try:
+        form = _form_of(src_slots), _form_of(dst_slots), _cache_form(kv)
+        call = _calls.recall(form)
+    except (AttributeError, TypeError, RuntimeError):
+        pass  # some argument is no such thing at all: the checks say which
+    if call is None or checks.debugging():
+        step = _plan_move(kv, src_slots, dst_slots)
+        if form is None:
+            step.run(kv.device)
+            return
+        if call is None:
+            call = PreparedLaunches([step], MOVE_NAMES, kv.device)
+            _calls.remember(form, call)
+    call((src_slots, dst_slots, *_cache_tensors(kv)))
+
+
+def _plan_move(kv: KVView, src_slots: Tensor, dst_slots: Tensor) -> Launch:
+    """Check a call of `move_kv` and say what it launches."""
     where = _slots_of(kv)
     checks.check_index_vector("src_slots", src_slots, kv.device, "kv")
     checks.check_index_vector("dst_slots", dst_slots, kv.device, "kv")
@@ -226,10 +291,9 @@ def move_kv(kv: KVView, src_slots: Tensor, dst_slots: Tensor) -> None:
     _check_slots_in_debug("dst_slots", dst_slots, where.total)
     moves = src_slots.shape[0]
     block_d = 32
-    launch(
+    return Launch(
         move_kernel,
         (kv.num_kv_heads if moves else 0, cdiv(max(kv.head_dim, kv.head_dim_v), block_d)),
-        kv.device,
         operands=dict(
             k_ptr=kv.tensors[0],
             v_ptr=None if _same_memory(kv) else kv.tensors[1],

@@ -160,13 +160,18 @@ def check_in_place(name: str, tensor: Tensor, of: str, parts: Tensor, within: bo
     )
 
 
+def reach(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """The addresses from a tensor's first byte to past its last."""
     first = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return first, first
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first, first + (reach + 1) * tensor.element_size()
+    return first, first + reach(tensor)
 
 
 def check_index_vector(name: str, tensor: object, device: torch.device, of: str, least: int | None = None) -> Tensor:

@@ -25,6 +25,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torc
 STAGING_BUFFERS = 4
 COPIES_PER_BUFFER = 4
 BLOCK_T = 512
+FEW_UPDATES = 256  # up to so many Python's own loops take less time than torch's operations
 
 HostIntegers = Sequence[int] | Tensor | Any
 """A list, tuple, range or array of integers, a NumPy array of integers, or an integer tensor on the CPU."""
@@ -508,19 +509,8 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
         words = rows + cols + pages
         if updates == 1 and cols[0]:
             return updates, words, 0
-        # Sorted by row and column, equal entries are neighbours, and a row's last column is followed by another row.
-        width = self.max_pages
-        keys = torch.frombuffer(rows, dtype=torch.int32).long() * width + torch.frombuffer(cols, dtype=torch.int32)
-        keys = keys.sort().values
-        if updates > 1 and bool((keys[1:] == keys[:-1]).any()):
-            key = int(keys[1:][keys[1:] == keys[:-1]][0])
-            raise ValueError(f"page_updates: expected one update per entry, given several of {divmod(key, width)}")
-        if min(cols):
-            return updates, words, 0
-        begins = keys[keys % width == 0]
-        last = keys[torch.searchsorted(keys, begins + width) - 1]
-        fresh = (begins // width).tolist()
-        return updates, words + array("i", fresh) + array("i", (last - begins + 1).tolist()), len(fresh)
+        fresh, cleared = (_fresh_rows if updates <= FEW_UPDATES else _fresh_rows_of_many)(rows, cols, self.max_pages)
+        return updates, words + array("i", fresh) + array("i", cleared), len(fresh)
 
     def advance(self, num_new: Tensor | None = None) -> None:
         """Move every live request on by one token, or by a count of its own. One launch, which a CUDA graph can hold.
@@ -753,6 +743,37 @@ def _triples(page_updates: Any) -> list[Any] | None:
     if columns and len(columns) != 3:
         raise ValueError(f"page_updates: expected (row, column, page) triples, given tuples of {len(columns)}")
     return columns or None
+
+
+def _fresh_rows(rows: array[int], cols: array[int], width: int) -> tuple[list[int], list[int]]:
+    """The rows that begin anew, and past which of their columns; raises where an entry is updated twice."""
+    keys = [row * width + col for row, col in zip(rows, cols, strict=True)]
+    if len(set(keys)) < len(keys):
+        _refuse_twice(next(key for i, key in enumerate(keys) if key in keys[:i]), width)
+    if min(cols):
+        return [], []
+    last = {row: 0 for row, col in zip(rows, cols, strict=True) if col == 0}
+    for row, col in zip(rows, cols, strict=True):
+        if row in last and col > last[row]:
+            last[row] = col
+    return list(last), [col + 1 for col in last.values()]
+
+
+def _fresh_rows_of_many(rows: array[int], cols: array[int], width: int) -> tuple[list[int], list[int]]:
+    """The same, without a loop over entries: slower for few."""
+    keys = torch.frombuffer(rows, dtype=torch.int32).long() * width + torch.frombuffer(cols, dtype=torch.int32)
+    # Sorted by row and column, equal entries are neighbours, and a row's last column is followed by another row.
+    keys = keys.sort().values
+    twice = keys[1:][keys[1:] == keys[:-1]]
+    if twice.numel():
+        _refuse_twice(int(twice[0]), width)
+    begins = keys[keys % width == 0]
+    last = keys[torch.searchsorted(keys, begins + width) - 1]
+    return (begins // width).tolist(), (last - begins + 1).tolist()
+
+
+def _refuse_twice(key: int, width: int) -> None:
+    raise ValueError(f"page_updates: expected one update per entry, given several of {divmod(key, width)}")
 
 
 def _check_count(name: str, values: Sequence[int], count: int) -> None:

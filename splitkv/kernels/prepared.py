@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import triton
 from torch import Tensor
 
 from splitkv.kernels.launch import compile_options, launch
+
+MAX_CALLS = 256  # forms of calls that are remembered; then it starts again
+Prepared = TypeVar("Prepared")
 
 _DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER of the CUDA driver
 
@@ -113,7 +116,8 @@ class PreparedLaunches:
     On an NVIDIA GPU a call then costs a fraction of `Launch.run`. Elsewhere, and should a compiled kernel not be had
     that way, it runs them. Holds no tensor.
 
-    The kernels must be `unspecialized`, so that one that was compiled fits whatever the addresses.
+    The kernels must be `unspecialized`, so that one that was compiled fits whatever the addresses; or the addresses of
+    each call must be multiples of 16 where those of the first were.
 
     Args:
         launches: What the first call would run.
@@ -175,6 +179,24 @@ class PreparedLaunches:
                 stream = driver.get_current_stream(self._index)
                 for compiled in self._compiled:
                     compiled.enqueue(stream, addresses)
+
+
+class PreparedCalls(Generic[Prepared]):
+    """What calls of a form need to be launched again, by their form, for those that have no workspace to keep it in.
+
+    A form is all that checks, constants and specialisation depend on. Holds no tensor, and starts again when full.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[Hashable, Prepared] = {}
+
+    def recall(self, form: Hashable) -> Prepared | None:
+        return self._calls.get(form)
+
+    def remember(self, form: Hashable, call: Prepared) -> None:
+        if len(self._calls) >= MAX_CALLS:
+            self._calls.clear()
+        self._calls[form] = call
 
 
 class _Compiled:
