@@ -838,16 +838,23 @@ def test_a_whole_step_in_one_graph(device: torch.device) -> None:
 
 def test_the_benchmark_counts_launches(device: torch.device, tmp_path: Path) -> None:
     path = tmp_path / "step.json"
-    assert bench_step.main(["--batch", "2", "--repeats", "1", "--device", device.type, "--json", str(path)]) == 0
-    rows = {row["call"]: row for row in json.loads(path.read_text())["rows"]}
+    options = ["--batch", "2", "--repeats", "1", "--passes", "2", "--device", device.type, "--json", str(path)]
+    assert bench_step.main(options) == 0
+    record = json.loads(path.read_text())
+    rows = {row["call"]: row for row in record["rows"]}
     launches = {name: row["launches"] for name, row in rows.items()}
-    copies = {name: row["copies"] for name, row in rows.items()}
-    assert launches["fill_input_ids"] == launches["advance"] == launches["append_kv"] == 1
-    assert launches["bind"] == launches["bind with new pages"] == 2
+    two, four = ("bind", "bind with new pages", "decode"), ("decode_shared_prefix",)
+    assert all(launches[name] == 2 for name in two) and all(launches[name] == 4 for name in four)
+    copying = ("fill_input_ids_from_device",)
+    assert all(n == 1 for name, n in launches.items() if name not in (*two, *four, *copying))
     if device.type == "cuda":
-        staged = ("bind", "bind with new pages", "fill_input_ids", "advance", "append_kv")
-        assert all(copies[name] == 0 for name in staged)  # kernels read the host's memory
-    assert all(row["host_us"] > 0 and row["batch"] == 2 for row in rows.values())
+        # What is staged is read by a kernel.
+        assert all(row["copies"] == 0 for name, row in rows.items() if name not in copying)
+    assert record["passes"] == 2 and record["repeats"] == 1
+    for row in rows.values():
+        least, most = sorted(row["passes_us"])
+        assert 0 < least == row["host_us_least"] and row["host_us"] == pytest.approx((least + most) / 2)
+        assert row["batch"] == 2 and row["host_us_p90"] == most
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """Host time and launches of an engine's step: `python -m splitkv.bench.step`.
 
 What is timed is how long the host is kept by a call, from its start to its return, with an idle device before each.
+Hosts share their cores with others, so all calls are timed in several passes, and of each pass the median is kept.
 Under the interpreter, which computes in that time, it says nothing about a GPU: such tables are labelled.
 """
 
@@ -21,12 +22,33 @@ import triton
 
 import splitkv
 from splitkv.config import cdiv
-from splitkv.kernels.append import append_kernel
+from splitkv.kernels.append import append_kernel, move_kernel
+from splitkv.kernels.groups import group_kernel
+from splitkv.kernels.merge import merge_kernel, merge_splits_kernel
+from splitkv.kernels.split_decode import split_decode_kernel
 from splitkv.kernels.step import advance_kernel, bind_kernel, stage_kernel
+from splitkv.kernels.work_list import work_list_kernel
 
-KERNELS = (append_kernel, advance_kernel, bind_kernel, stage_kernel)
+KERNELS = (
+    append_kernel, move_kernel, advance_kernel, bind_kernel, stage_kernel, group_kernel, merge_kernel,
+    merge_splits_kernel, split_decode_kernel, work_list_kernel,
+)  # fmt: skip
 BATCHES = (1, 16, 128, 512)
-PAGE_SIZE, MAX_PAGES, HEADS, HEAD_DIM = 16, 64, 8, 128
+INTERPRETED_BATCHES = (1, 16)
+PAGE_SIZE, MAX_PAGES, PARTS = 16, 64, 4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the layers that a step is timed with."""
+
+    length: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+COMPILED, INTERPRETED = Sizes(500, 32, 8, 128), Sizes(40, 2, 1, 16)
 
 
 @dataclass(frozen=True)
@@ -36,8 +58,10 @@ class Row:
     Attributes:
         call: What was called.
         batch: Requests, of one new token each.
-        host_us: Median microseconds of host time.
-        host_us_p90: What nine calls of ten stay under.
+        host_us: Microseconds of host time: the median of the passes' medians.
+        host_us_least: The least of them.
+        host_us_p90: What nine calls of ten stay under, in all passes together.
+        passes_us: The median of each pass, in their order.
         launches: Kernels that one call launches.
         copies: Copies to or on the device that one call makes; None where they can't be observed.
     """
@@ -45,20 +69,24 @@ class Row:
     call: str
     batch: int
     host_us: float
+    host_us_least: float
     host_us_p90: float
+    passes_us: tuple[float, ...]
     launches: int
     copies: int | None
 
 
 def calls(batch: int, device: torch.device) -> dict[str, Callable[[], Any]]:
     """The calls of a step at a batch size, by name."""
+    sizes = COMPILED if device.type == "cuda" else INTERPRETED
+    heads, q_heads, head_dim = sizes.kv_heads, sizes.q_heads, sizes.head_dim
     table = torch.full((batch, MAX_PAGES), -1, dtype=torch.int32, device=device)
     step = splitkv.StepState.allocate(splitkv.StepConfig(batch), table, PAGE_SIZE, device)
-    rows, lens, tokens = list(range(batch)), [500] * batch, list(range(1000, 1000 + batch))
+    rows, lens, tokens = list(range(batch)), [sizes.length] * batch, list(range(1000, 1000 + batch))
     prompt_pages = [(row, column, row * MAX_PAGES + column) for row in rows for column in range(MAX_PAGES)]
     step.bind(rows, lens, tokens=tokens, page_updates=prompt_pages[: step.config.max_page_updates])
     some_pages = [(row, 40, row) for row in range(cdiv(batch, 16))]  # a new page for one request in sixteen
-    shape = (batch * MAX_PAGES, PAGE_SIZE, HEADS, HEAD_DIM)
+    shape = (batch * MAX_PAGES, PAGE_SIZE, heads, head_dim)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     kv = splitkv.PagedKV(
         torch.zeros(shape, dtype=dtype, device=device),
@@ -67,9 +95,21 @@ def calls(batch: int, device: torch.device) -> dict[str, Callable[[], Any]]:
         step.seq_lens,
         rows=step.req_pool_indices,
     )
-    new = torch.ones(batch, HEADS, HEAD_DIM, dtype=dtype, device=device)
+    new = torch.ones(batch, heads, head_dim, dtype=dtype, device=device)
     sampled = torch.zeros(batch, dtype=torch.int64, device=device)
     slots = step.out_cache_loc.clone()
+    config = splitkv.WorkspaceConfig(batch, q_heads, heads, head_dim, dtype=dtype, q_tile_rows=64)
+    workspace, schedule = splitkv.Workspace.allocate(config, device), splitkv.Schedule.allocate(config, device)
+    q = torch.ones(batch, q_heads, head_dim, dtype=dtype, device=device)
+    # One group: the first half of every request's tokens are those of the first.
+    shared_table = torch.arange(batch * MAX_PAGES, dtype=torch.int32, device=device).view(batch, MAX_PAGES)
+    shared_table[:, : MAX_PAGES // 4] = shared_table[0, : MAX_PAGES // 4].clone()
+    shared = splitkv.PagedKV(kv.k, kv.v, shared_table, step.seq_lens)
+    groups = torch.zeros(batch, dtype=torch.int32, device=device)
+    prefixes = torch.full((batch,), sizes.length // 2, dtype=torch.int32, device=device)
+    outs = torch.ones(PARTS, batch, q_heads, head_dim, dtype=dtype, device=device)
+    lses = torch.zeros(PARTS, batch, q_heads, device=device)
+    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
     return {
         "fill_input_ids": lambda: step.fill_input_ids(tokens),
         "fill_input_ids_from_device": lambda: step.fill_input_ids_from_device(sampled),
@@ -77,6 +117,12 @@ def calls(batch: int, device: torch.device) -> dict[str, Callable[[], Any]]:
         "bind with new pages": lambda: step.bind(rows, lens, tokens=tokens, page_updates=some_pages),
         "advance": step.advance,
         "append_kv": lambda: splitkv.append_kv(new, new, kv, slots),
+        "move_kv": lambda: splitkv.move_kv(kv, slots, slots),
+        "Schedule.update": lambda: schedule.update(kv),
+        "decode": lambda: splitkv.decode(q, shared, workspace),
+        "decode_shared_prefix": lambda: splitkv.decode_shared_prefix(q, shared, workspace, groups, prefixes),
+        "merge": lambda: splitkv.merge(outs, lses, out=out, lse=lse),
+        "merge, outputs made": lambda: splitkv.merge(outs, lses),
     }
 
 
@@ -118,17 +164,24 @@ def count(call: Callable[[], Any], device: torch.device) -> tuple[int, int | Non
     return len(seen), None
 
 
-def measure(device: torch.device, batches: tuple[int, ...] = BATCHES, repeats: int = 300) -> list[Row]:
-    """Time every call at every batch size."""
+def measure(device: torch.device, batches: tuple[int, ...] = BATCHES, repeats: int = 300, passes: int = 1) -> list[Row]:
+    """Time every call at every batch size, `repeats` times in each pass over all of them."""
+    cases = [(batch, name, call) for batch in batches for name, call in calls(batch, device).items()]
+    counts, times = [], []
+    for _, _, call in cases:
+        for _ in range(min(repeats, 20)):
+            call()  # compiles, fills caches, and pins pages
+        counts.append(count(call, device))
+        times.append([host_times(call, device, repeats)])
+    for _ in range(passes - 1):
+        for (_, _, call), own in zip(cases, times, strict=True):
+            own.append(host_times(call, device, repeats))
     rows = []
-    for batch in batches:
-        for name, call in calls(batch, device).items():
-            for _ in range(min(repeats, 20)):
-                call()  # compiles, fills caches, and pins pages
-            launches, copies = count(call, device)
-            times = host_times(call, device, repeats)
-            p90 = sorted(times)[min(len(times) - 1, int(0.9 * len(times)))]
-            rows.append(Row(name, batch, statistics.median(times), p90, launches, copies))
+    for (batch, name, _), (launches, copies), own in zip(cases, counts, times, strict=True):
+        medians = tuple(statistics.median(each) for each in own)
+        everything = sorted(time for each in own for time in each)
+        p90 = everything[min(len(everything) - 1, int(0.9 * len(everything)))]
+        rows.append(Row(name, batch, statistics.median(medians), min(medians), p90, medians, launches, copies))
     return rows
 
 
@@ -145,12 +198,14 @@ def machine(device: torch.device) -> dict[str, str]:
 def show(rows: list[Row], where: dict[str, str]) -> None:
     """Print the table, with rich where it is installed."""
     title = "Host time of an engine's step: " + ", ".join(f"{k} {v}" if k != "device" else v for k, v in where.items())
-    header = ["call", "batch", "host µs (median)", "host µs (p90)", "launches", "copies"]
+    header = ["call", "batch", "host µs (median)", "least pass", "passes", "p90", "launches", "copies"]
     cells = [
         [
             row.call,
             str(row.batch),
             f"{row.host_us:.1f}",
+            f"{row.host_us_least:.1f}",
+            " ".join(f"{time:.1f}" for time in row.passes_us),
             f"{row.host_us_p90:.1f}",
             str(row.launches),
             "–" if row.copies is None else str(row.copies),
@@ -166,7 +221,8 @@ def show(rows: list[Row], where: dict[str, str]) -> None:
             table.add_column(name, justify="right" if column else "left")
         for line in cells:
             table.add_row(*line)
-        Console().print(table)
+        console = Console()
+        (console if console.is_terminal else Console(width=160)).print(table)  # a file has no width
         return
     widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(header))]
     print(title)
@@ -178,28 +234,40 @@ def show(rows: list[Row], where: dict[str, str]) -> None:
         print("  ".join(padded))
 
 
+def _spaced(numbers: tuple[int, ...]) -> str:
+    return " ".join(map(str, numbers))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m splitkv.bench.step", description="Time an engine's step on the host."
     )
-    parser.add_argument("--batch", type=int, nargs="+", default=list(BATCHES), help="requests (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=None, help="timed calls (default: 300; 3 without a GPU)")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=None,
+        help=f"requests (default: {_spaced(BATCHES)}; {_spaced(INTERPRETED_BATCHES)} without a GPU)",
+    )  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=None, help="calls per pass (default: 300; 3 without a GPU)")
+    parser.add_argument("--passes", type=int, default=None, help="passes over all calls (default: 5; 1 without a GPU)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, default=None, help="also write the figures there")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    if min(options.batch) < 1:
-        parser.error(f"--batch: expected counts ≥ 1, given {min(options.batch)}")
+    batches = tuple(options.batch or (BATCHES if device.type == "cuda" else INTERPRETED_BATCHES))
+    if min(batches) < 1:
+        parser.error(f"--batch: expected counts ≥ 1, given {min(batches)}")
     repeats = options.repeats if options.repeats is not None else 300 if device.type == "cuda" else 3
     if repeats < 1:
         parser.error(f"--repeats: expected a count ≥ 1, given {repeats}")
-    rows, where = measure(device, tuple(options.batch), repeats), machine(device)
+    passes = options.passes if options.passes is not None else 5 if device.type == "cuda" else 1
+    if passes < 1:
+        parser.error(f"--passes: expected a count ≥ 1, given {passes}")
+    rows, where = measure(device, batches, repeats, passes), machine(device)
     show(rows, where)
     if options.json is not None:
-        record = {"machine": where, "repeats": repeats, "rows": [asdict(row) for row in rows]}
+        record = {"machine": where, "repeats": repeats, "passes": passes, "rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
