@@ -8,7 +8,7 @@ group's timeout.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,26 @@ from splitkv.workspace import Workspace, aligned_bytes
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 ROW_ELEMENTS = 8  # rows of what is exchanged are a multiple of so many float32 numbers, so that rows of out are aligned
+
+
+MAX_VIEWS = 256  # shapes of calls whose views are kept; then it starts again
+
+
+class Views(NamedTuple):
+    """Parts of an exchange's buffers that a call uses.
+
+    Attributes:
+        sent, received: What the collective reads and writes.
+        out, lse: The rank's own results in what is sent, shaped as those of `splitkv.decode`.
+        outs, lses: Those that came in, as `splitkv.merge` takes them.
+    """
+
+    sent: Tensor
+    out: Tensor
+    lse: Tensor
+    received: Tensor
+    outs: Tensor
+    lses: Tensor
 
 
 class Exchange:
@@ -70,6 +90,7 @@ class Exchange:
             self.sent = numbers[:elements]
             self.received = numbers[align_up(elements, 64) :][: elements * (1 if by_heads else size)]
         self.device = self.sent.device
+        self._views: dict[tuple[int, ...], Views] = {}
 
     @classmethod
     def allocate(
@@ -93,6 +114,27 @@ class Exchange:
             TypeError, ValueError: no config, no process group, or heads that the ranks do not divide.
         """
         return cls(config, device, group, by_heads)
+
+    def views(self, tokens: tuple[int, ...], heads: int, width: int) -> Views:
+        """Of the buffers for results of these dimensions of query tokens, query heads and this width; made once."""
+        key = (*tokens, heads, width)
+        views = self._views.get(key)
+        if views is None:
+            row = _row(width)
+            used = math.prod(tokens) * heads * row
+            share = heads // self.size if self.by_heads else heads
+            with torch.inference_mode(False):
+                sent, received = self.sent[:used], self.received[: used if self.by_heads else used * self.size]
+                # Heads are outermost, so that what a rank gets lies in one stretch.
+                rows = sent.view(heads, *tokens, row).movedim(0, -2)
+                parts = received.view(self.size, share, *tokens, row).movedim(1, -2)
+                views = Views(
+                    sent, rows[..., :width], rows[..., width], received, parts[..., :width], parts[..., width]
+                )
+            if len(self._views) >= MAX_VIEWS:
+                self._views.clear()
+            self._views[key] = views
+        return views
 
 
 def _row(head_dim_v: int) -> int:
@@ -225,27 +267,18 @@ def decode(
     if checks.debugging() and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         _check_lengths(kv, exchange, q.shape[0] if qo_indptr is None else qo_indptr.shape[0] - 1)
 
-    # Heads are outermost, so that what a rank gets lies in one stretch.
-    sent = exchange.sent[:used]
-    rows = _by_token(sent.view(heads, *tokens, row))
+    views = exchange.views(tuple(tokens), heads, width)
     api.decode(
         q, kv, workspace, qo_indptr=qo_indptr, sm_scale=sm_scale, causal=causal, window_left=window_left,
-        softcap=softcap, alibi_slopes=alibi_slopes, tree_mask=tree_mask, num_splits=num_splits,
-        out=rows[..., :width], lse=rows[..., width],
+        softcap=softcap, alibi_slopes=alibi_slopes, tree_mask=tree_mask, num_splits=num_splits, out=views.out,
+        lse=views.lse,
     )  # fmt: skip
-    received = exchange.received[: used if exchange.by_heads else used * size]
     if exchange.by_heads:
-        dist.all_to_all_single(received, sent, group=exchange.group)
+        dist.all_to_all_single(views.received, views.sent, group=exchange.group)
     else:
-        _all_gather(received, sent, group=exchange.group)
-    parts = received.view(size, share, *tokens, row).movedim(1, -2)
-    api.merge(parts[..., :width], parts[..., width], sinks=sinks, out=out, lse=lse)
+        _all_gather(views.received, views.sent, group=exchange.group)
+    api.merge(views.outs, views.lses, sinks=sinks, out=out, lse=lse)
     return out
-
-
-def _by_token(rows: Tensor) -> Tensor:
-    """[heads, …, row] as […, heads, row]."""
-    return rows.movedim(0, -2)
 
 
 def _check_lengths(kv: KVView, exchange: Exchange, batch: int) -> None:

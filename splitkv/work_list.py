@@ -10,7 +10,7 @@ import torch
 from splitkv import checks
 from splitkv import tiles as tile_sizes
 from splitkv.config import WorkspaceConfig, next_power_of_2
-from splitkv.kernels.launch import launch
+from splitkv.kernels.prepared import Launch, PreparedCalls, PreparedLaunches
 from splitkv.kernels.work_list import work_list_kernel
 from splitkv.tiles_io import TileTable
 from splitkv.variants import choose_tiles
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 HEADER = 3  # by_work, each, share
 MAX_AXIS = 2**30  # the axis of work stays within 32 bits
+NAMES = "list_ptr", "lens_ptr", "indptr_ptr", "kv_start_ptr"
 
 
 class Schedule:
@@ -60,6 +61,8 @@ class Schedule:
             self.buffer[:HEADER] = torch.tensor([0, 1, 1], dtype=torch.int32, device=device)
         self.device = self.buffer.device
         self.target = tile_sizes.Target.of(self.device)
+        self._calls = PreparedCalls[PreparedLaunches]()
+        self._chosen_by = self.target, self.tiles
 
     @classmethod
     def allocate(
@@ -101,11 +104,24 @@ class Schedule:
 
         if not isinstance(kv, KVView):
             raise TypeError(f"kv: expected a PagedKV, ContiguousKV, RaggedKV or LatentKV, given {type(kv).__name__}")
+        if self._chosen_by[0] is not self.target or self._chosen_by[1] is not self.tiles:  # one was set anew
+            self._chosen_by, self._calls = (self.target, self.tiles), PreparedCalls()
+        if batch is not None:
+            checks.require_int("batch", batch, 0, self.max_batch_size)
+        form = kv.form, batch
+        call = self._calls.recall(form)
+        if call is None:
+            call = PreparedLaunches([self._plan(kv, batch)], NAMES, self.device)
+            self._calls.remember(form, call)
+        where = kv.addressing
+        call((self.buffer, where.lens, where.indptr, kv.kv_start))
+
+    def _plan(self, kv: KVView, batch: int | None) -> Launch:
+        """Check a call of `update` and say what it launches."""
         if kv.device != self.device:
             raise ValueError(f"kv: expected device {self.device} (that of the schedule), given {kv.device}")
         if batch is None:
             batch = min(kv.max_batch, self.max_batch_size)
-        checks.require_int("batch", batch, 0, self.max_batch_size)
         kv.check_batch(batch)
         config, where = self.config, kv.addressing
         rows = min(config.q_tile_rows, max(16, next_power_of_2(config.group_size)))
@@ -119,10 +135,9 @@ class Schedule:
             kv.latent,
         )  # fmt: skip
         slots = config.max_splits * config.q_tile_rows // rows
-        launch(
+        return Launch(
             work_list_kernel,
             (1,),
-            self.device,
             operands=dict(
                 list_ptr=self.buffer,
                 lens_ptr=where.lens,
