@@ -35,6 +35,7 @@ class Launcher:
     """Notes what would be launched."""
 
     launches: ClassVar[list[tuple[str, tuple[int, ...], tuple[Any, ...]]]] = []
+    launchers: ClassVar[list["Launcher"]] = []  # of each launch, which is to say which compiled kernel it was
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.parameters = len(source.fn.arg_names)
@@ -46,6 +47,7 @@ class Launcher:
             if hook is not None:
                 hook(metadata)
         self.launches.append((function, (x, y, z), arguments))
+        self.launchers.append(self)
 
 
 class Driver:

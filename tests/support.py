@@ -6,10 +6,14 @@ import dataclasses
 import itertools
 import math
 import mmap
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -390,3 +394,14 @@ def spacious(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=dtype)
     except OSError as error:
         pytest.skip(f"needs {nbytes / 2**30:.1f} GiB of address space: {error}")
+
+
+def run_script(script: str, **variables: str) -> str:
+    """What a script prints, in a process of its own."""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path} | variables, capture_output=True,
+        text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()

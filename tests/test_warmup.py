@@ -1,18 +1,15 @@
 """Calls that are not checked, prepared or compiled again: which those are, and that nothing else is."""
 
 import gc
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
 from conftest import COMPILED
+from support import run_script
 from torch import Tensor
 
 import splitkv
@@ -340,17 +337,6 @@ print("ok")
 """
 
 
-def run(script: str, **variables: str) -> str:
-    """What a script prints, in a process of its own."""
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path} | variables, capture_output=True,
-        text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 @pytest.mark.parametrize(
     ("kind", "split_tokens", "rules"),
     [("contiguous", None, {}), ("paged", 64, dict(softcap=30.0)), ("latent", None, dict(sm_scale=0.1))],
@@ -358,7 +344,7 @@ def run(script: str, **variables: str) -> str:
 )
 def test_nothing_is_compiled_after_warmup(kind: str, split_tokens: int | None, rules: dict[str, Any]) -> None:
     """Compiled for Hopper by Triton itself; launches are noted and not made, each as Triton itself would make it."""
-    assert run(SWEEP.format(kind=kind, split_tokens=split_tokens, rules=rules), TRITON_INTERPRET="0") == "ok"
+    assert run_script(SWEEP.format(kind=kind, split_tokens=split_tokens, rules=rules), TRITON_INTERPRET="0") == "ok"
 
 
 SHARED_SWEEP = """
@@ -404,7 +390,7 @@ print("ok")
 
 def test_nothing_is_compiled_for_shared_keys_after_warmup() -> None:
     """Likewise of the four launches of a call, whose operands are stretches of the workspace in part."""
-    assert run(SHARED_SWEEP, TRITON_INTERPRET="0") == "ok"
+    assert run_script(SHARED_SWEEP, TRITON_INTERPRET="0") == "ok"
 
 
 # On a GPU.
@@ -508,7 +494,7 @@ print("ok")
 @pytest.mark.gpu
 def test_the_first_call_may_be_inside_a_capture() -> None:
     """Case 31."""
-    assert run(CAPTURE) == "ok"
+    assert run_script(CAPTURE) == "ok"
 
 
 @pytest.mark.skipif(COMPILED, reason="the interpreter has nothing to compile")
