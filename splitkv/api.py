@@ -242,17 +242,36 @@ def decode_shared_prefix(
     )[0]  # fmt: skip
 
 
-def decode_with_lse(q: Tensor, kv: KVView, workspace: Workspace, **rules: Any) -> tuple[Tensor, Tensor]:
+def decode_with_lse(
+    q: Tensor,
+    kv: KVView,
+    workspace: Workspace,
+    *,
+    qo_indptr: Tensor | None = None,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    window_left: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    num_splits: int | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """As `decode`, and also returns the log-sum-exp.
 
     Args:
-        q, kv, workspace, **rules: As for `decode`.
+        q, kv, workspace and all others: As for `decode`.
 
     Returns:
         (out, lse): lse is q.shape[:-1] float32, natural log, without the sink; by default a view of workspace.lse,
         valid until the next call on that workspace.
     """
-    out, lse = _attend(q, kv, workspace, True, **rules)
+    out, lse = _attend(
+        q, kv, workspace, True, qo_indptr, sm_scale, causal, window_left, softcap, sinks, alibi_slopes, tree_mask,
+        num_splits, out, lse,
+    )  # fmt: skip
     assert lse is not None
     return out, lse
 
@@ -347,6 +366,7 @@ def warmup(q: Tensor, kv: KVView, workspace: Workspace, **rules: Any) -> None:
     Raises:
         TypeError, ValueError: as `decode` does.
     """
+    _refuse_unknown("warmup", rules)
     plan = plan_decode(q, kv, workspace, **rules)
     if _interpreter.interpreting():
         return
@@ -376,14 +396,19 @@ def supports(q: Tensor, kv: KVView, workspace: Workspace, **rules: Any) -> str |
     Raises:
         TypeError: a keyword that neither knows.
     """
-    unknown = rules.keys() - inspect.signature(plan_decode).parameters
-    if unknown:
-        raise TypeError(f"supports() got an unexpected keyword argument {min(unknown)!r}")
+    _refuse_unknown("supports", rules)
     try:
         plan_decode(q, kv, workspace, **rules)
     except (TypeError, ValueError) as error:
         return str(error)
     return None
+
+
+def _refuse_unknown(call: str, rules: dict[str, Any]) -> None:
+    """Raise TypeError, in the name of this function, for a keyword that no call of decode has."""
+    unknown = rules.keys() - inspect.signature(plan_decode).parameters
+    if unknown:
+        raise TypeError(f"{call}() got an unexpected keyword argument {min(unknown)!r}")
 
 
 def _vector(align: int, *tensors: Tensor) -> int:

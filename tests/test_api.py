@@ -237,17 +237,31 @@ def test_capacities_of_the_workspace_are_named() -> None:
 
 def test_an_argument_that_does_not_exist_is_a_type_error() -> None:
     workspace = splitkv.Workspace.allocate(CONFIG, DEVICE)
-    for call in (splitkv.decode, splitkv.decode_with_lse):
-        with pytest.raises(TypeError, match="window"):
+    for call in (splitkv.decode, splitkv.decode_with_lse, splitkv.supports, splitkv.warmup):
+        with pytest.raises(TypeError, match=rf"^{call.__name__}\(\) got an unexpected keyword argument 'window'"):
             call(workspace=workspace, window=3, **good())
 
 
 def test_supports_takes_what_decode_takes() -> None:
-    planned, plain, shared = (
+    planned, plain, both, shared = (
         set(inspect.signature(call).parameters)
-        for call in (api.plan_decode, splitkv.decode, splitkv.decode_shared_prefix)
+        for call in (api.plan_decode, splitkv.decode, splitkv.decode_with_lse, splitkv.decode_shared_prefix)
     )
-    assert planned - {"want_lse"} == shared == plain | {"group_ids", "prefix_lens"}
+    assert planned - {"want_lse"} == shared == plain | {"group_ids", "prefix_lens"} and plain == both
+
+
+def test_a_larger_batch_fits_where_its_outputs_are_given() -> None:
+    """Capacity is that of the buffers, and outputs of the caller's are not among them."""
+    problem = make_problem(3, device=DEVICE, lens=(5, 9, 0), num_kv_heads=1, group_size=2, query="one", num_splits=None)
+    small = dataclasses.replace(problem.config, max_batch_size=1, max_total_q=1, max_splits=40, split_tokens=None)
+    workspace = splitkv.Workspace.allocate(small, DEVICE)
+    out = problem.q.new_empty(*problem.q.shape[:-1], problem.kv.head_dim_v)
+    lse = torch.empty(problem.q.shape[:-1], device=DEVICE)
+    for given, missing in (({"lse": lse}, "out"), ({"out": out}, "lse")):
+        with pytest.raises(ValueError, match=rf"workspace: expected {missing} of at least \d+ elements"):
+            splitkv.decode_with_lse(problem.q, problem.kv, workspace, **given, **problem.rules)
+    splitkv.decode(problem.q, problem.kv, workspace, out=out, lse=lse, **problem.rules)
+    problem.expected().check(out, lse)
 
 
 # Merging.
@@ -447,9 +461,3 @@ def test_a_negated_view_is_refused(device):
         splitkv.decode(torch._neg_view(q), kv, workspace)
     with pytest.raises(ValueError, match="k: expected numbers as they lie in memory"):
         splitkv.ContiguousKV(torch._neg_view(k), k, lens)
-
-
-def test_supports_takes_no_unknown_rule() -> None:
-    arguments = good()
-    with pytest.raises(TypeError, match=r"supports\(\) got an unexpected keyword argument 'tree'"):
-        splitkv.supports(workspace=splitkv.Workspace.allocate(CONFIG, DEVICE), tree=3, **arguments)
