@@ -1,7 +1,7 @@
 """How the kernels run on this machine: compiled for a GPU, or under Triton's interpreter where there is none.
 
 Triton reads `TRITON_INTERPRET` while it is imported, so the choice is made before that. A value that the user has set
-is kept. This is the only side effect of `import splitkv`.
+is kept. Besides it, `import splitkv` only registers the operators of its own namespace (`splitkv.operators`).
 """
 
 from __future__ import annotations

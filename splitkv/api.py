@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splitkv import _interpreter, checks
+from splitkv import _interpreter, checks, operators
 from splitkv import tiles as tile_sizes
 from splitkv.config import DTYPES, cdiv, next_power_of_2
 from splitkv.kernels.groups import group_kernel
 from splitkv.kernels.merge import merge_kernel, merge_splits_kernel
 from splitkv.kernels.prepared import Launch, PreparedCalls, PreparedLaunches, Stretch
 from splitkv.kernels.split_decode import split_decode_kernel
-from splitkv.kv import CSR, OPERANDS, PAGED, KVView
+from splitkv.kv import CSR, OPERANDS, PAGED, KVView, check_view
 from splitkv.variants import ALIGNED_BYTES, CallForm, SharedPass, Variant
 from splitkv.workspace import Workspace
 
@@ -70,7 +70,7 @@ class PreparedCall:
     def run(
         self,
         q: Tensor,
-        kv: KVView,
+        cache: tuple[Tensor | None, ...],
         workspace: Workspace,
         qo_indptr: Tensor | None,
         sinks: Tensor | None,
@@ -81,7 +81,7 @@ class PreparedCall:
         out: Tensor | None,
         lse: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Launch it for these tensors, and return its outputs."""
+        """Launch it for these tensors, `cache` being those of a view, and return its outputs."""
         if out is None:
             out = workspace.out.as_strided(*self._out_shape)
         if lse is None and self._lse_shape is not None:
@@ -99,7 +99,7 @@ class PreparedCall:
                 prefix_lens,
                 workspace.partial_out,
                 workspace.partial_lse,
-                *kv.tensors,
+                *cache,
             )
         )
         return out, lse
@@ -136,6 +136,7 @@ def decode(
     it can be captured in a CUDA graph and replayed after lengths, page ids, qo_indptr or tokens were overwritten.
     With SPLITKV_DEBUG=1 in the environment, lengths, rows and page ids are first read back (not during a capture); one
     that is out of range raises ValueError with its row.
+    Under `torch.compile`, also with fullgraph=True, it is one operator of the graph, with the same bits and errors.
 
     Args:
         q: [batch, num_q_heads, head_dim]; or [batch, q_len, num_q_heads, head_dim]; or
@@ -296,6 +297,11 @@ def _attend(
     prefix_lens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Check the call, unless the workspace remembers one of its form, and launch it; (out, lse)."""
+    if operators.tracing(q):
+        return _trace(
+            q, kv, workspace, want_lse, qo_indptr, sm_scale, causal, window_left, softcap, sinks, alibi_slopes,
+            tree_mask, num_splits, out, lse, group_ids, prefix_lens,
+        )  # fmt: skip
     form: Hashable = None
     call: PreparedCall | None = None
     try:
@@ -332,7 +338,124 @@ def _attend(
             call = PreparedCall(plan)
             workspace.remember(form, call)
     return call.run(
-        q, kv, workspace, qo_indptr, sinks, alibi_slopes, tree_mask, group_ids, prefix_lens, out, lse
+        q, kv.tensors, workspace, qo_indptr, sinks, alibi_slopes, tree_mask, group_ids, prefix_lens, out, lse
+    )  # fmt: skip
+
+
+def _trace(
+    q: Tensor,
+    kv: KVView,
+    workspace: Workspace,
+    want_lse: bool,
+    qo_indptr: Tensor | None,
+    sm_scale: float | None,
+    causal: bool,
+    window_left: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    tree_mask: Tensor | None,
+    num_splits: int | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+    group_ids: Tensor | None,
+    prefix_lens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The call as an operator of a graph that is being traced; (out, lse)."""
+    _check_kinds(kv, workspace)
+    # What the operator cannot see. It raises when the graph runs: of what is raised in a trace the message is lost.
+    refusal = None
+    try:
+        _check_no_grad(q)
+        _check_numbers(sm_scale, causal, window_left, softcap, num_splits)
+    except TypeError as error:
+        refusal = f"TypeError: {error.args[0]}"
+    except ValueError as error:
+        refusal = f"ValueError: {error.args[0]}"
+    if refusal is not None:
+        sm_scale, causal, window_left, softcap, num_splits = None, True, None, None, None
+    want_lse = want_lse or lse is not None
+    torch.ops.splitkv.decode(
+        q, qo_indptr, sinks, alibi_slopes, tree_mask, group_ids, prefix_lens, workspace.partial_out,
+        workspace.partial_lse, workspace.out if out is None else out,
+        (workspace.lse if lse is None else lse) if want_lse else None, out is not None, lse is not None,
+        workspace.spec, sm_scale, causal, window_left, softcap, num_splits, refusal, *operators.take_apart(kv),
+    )  # fmt: skip
+    if out is None:
+        out = _traced_view_of(workspace.out, "out", (*q.shape[:-1], kv.head_dim_v))
+    if lse is None and want_lse:
+        lse = _traced_view_of(workspace.lse, "lse", q.shape[:-1])
+    return out, lse
+
+
+def _traced_view_of(buffer: Tensor, name: str, shape: tuple[int, ...] | torch.Size) -> Tensor:
+    """As `view_of`, but where the buffer is too small: the operator before it will have refused the call."""
+    if math.prod(shape) > buffer.numel():
+        return buffer.new_empty(shape)
+    return view_of(buffer, name, shape)
+
+
+@operators.operator(
+    "decode(Tensor q, Tensor? qo_indptr, Tensor? sinks, Tensor? alibi_slopes, Tensor? tree_mask, Tensor? group_ids, "
+    "Tensor? prefix_lens, Tensor(a!) partial_out, Tensor(b!) partial_lse, Tensor(c!) out, Tensor(d!)? lse, "
+    "bool out_given, bool lse_given, str workspace, float? sm_scale, bool causal, SymInt? window_left, "
+    f"float? softcap, SymInt? num_splits, str? refusal, {operators.READ_VIEW})"
+)
+def _decode_operator(
+    q: Tensor,
+    qo_indptr: Tensor | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    tree_mask: Tensor | None,
+    group_ids: Tensor | None,
+    prefix_lens: Tensor | None,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    out_given: bool,
+    lse_given: bool,
+    workspace: str,
+    sm_scale: float | None,
+    causal: bool,
+    window_left: int | None,
+    softcap: float | None,
+    num_splits: int | None,
+    refusal: str | None,
+    *view: Any,
+) -> None:
+    """The call in a graph. out and lse are the workspace's, of any size, unless they were given."""
+    if refusal is not None:
+        kind, _, text = refusal.partition(": ")
+        raise (TypeError if kind == "TypeError" else ValueError)(text)
+    scratch = Workspace.of_parts(workspace, partial_out, partial_lse, out, partial_lse if lse is None else lse)
+    given_out, given_lse = out if out_given else None, lse if lse_given else None
+    form = (
+        out_given, lse_given, sm_scale, causal, window_left, softcap, num_splits, *view[operators.VIEW_TENSORS :],
+        *(
+            None if tensor is None else _form_of(tensor)
+            for tensor in (
+                q, qo_indptr, sinks, alibi_slopes, tree_mask, group_ids, prefix_lens, partial_out, partial_lse, out,
+                lse, *view[: operators.VIEW_TENSORS],
+            )
+        ),
+    )  # fmt: skip
+    call: PreparedCall | None = scratch.recall(form)
+    if call is None or checks.debugging():
+        kv = operators.put_together(*view)
+        cache = kv.tensors
+        plan = plan_decode(
+            q, kv, scratch, want_lse=lse is not None, qo_indptr=qo_indptr, sm_scale=sm_scale, causal=causal,
+            window_left=window_left, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, tree_mask=tree_mask,
+            num_splits=num_splits, out=given_out, lse=given_lse, group_ids=group_ids, prefix_lens=prefix_lens,
+        )  # fmt: skip
+        if call is None:
+            call = PreparedCall(plan)
+            scratch.remember(form, call)
+    else:
+        cache = operators.operands(*view)
+    call.run(
+        q, cache, scratch, qo_indptr, sinks, alibi_slopes, tree_mask, group_ids, prefix_lens, given_out, given_lse
     )  # fmt: skip
 
 
@@ -495,6 +618,33 @@ def check_lse(lse: object, shape: Sequence[int], beside: Tensor, of: str) -> Non
     checks.check_no_overlap("lse", lse)
 
 
+def _check_kinds(kv: object, workspace: object) -> None:
+    """Raise TypeError unless these are a view and a workspace."""
+    if not isinstance(workspace, Workspace):
+        raise TypeError(f"workspace: expected a splitkv.Workspace, given {type(workspace).__name__}")
+    check_view(kv)
+
+
+def _check_numbers(sm_scale: object, causal: object, window_left: object, softcap: object, num_splits: object) -> None:
+    """Raise unless the arguments that are no tensors are of their types and within their bounds."""
+    if sm_scale is not None:
+        checks.check_finite("sm_scale", sm_scale)
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal: expected True or False, given {causal!r}")
+    if window_left is not None:
+        checks.require_int("window_left", window_left, 0)
+    if softcap is not None:
+        checks.check_finite("softcap", softcap, above=0.0)
+    if num_splits is not None:
+        checks.require_int("num_splits", num_splits, 1, 4096)
+
+
+def _check_no_grad(q: Tensor) -> None:
+    """Raise ValueError for a query that autograd would follow."""
+    if q.requires_grad and torch.is_grad_enabled():
+        raise ValueError("q: expected a tensor outside autograd (decode has no backward), given one that requires grad")
+
+
 def plan_decode(
     q: Tensor,
     kv: KVView,
@@ -520,15 +670,11 @@ def plan_decode(
     Arguments as for `decode`, or with group_ids and prefix_lens as for `decode_shared_prefix`.
     """
     # The query, the cache and the workspace belong together.
-    if not isinstance(workspace, Workspace):
-        raise TypeError(f"workspace: expected a splitkv.Workspace, given {type(workspace).__name__}")
-    if not isinstance(kv, KVView):
-        raise TypeError(f"kv: expected a PagedKV, ContiguousKV, RaggedKV or LatentKV, given {type(kv).__name__}")
+    _check_kinds(kv, workspace)
     config = workspace.config
     q = checks.check_tensor("q", q)
     checks.check_dtype("q", q, config.dtype)
-    if q.requires_grad and torch.is_grad_enabled():
-        raise ValueError("q: expected a tensor outside autograd (decode has no backward), given one that requires grad")
+    _check_no_grad(q)
     batch, q_len, total_q, q_strides = _query_shape(q, qo_indptr)
     ragged = qo_indptr is not None
     checks.check_last_stride("q", q)
@@ -550,14 +696,9 @@ def plan_decode(
     # The score rules.
     if sm_scale is None and kv.latent:
         raise ValueError("sm_scale: expected a number with a LatentKV (that of the model, not 1/√width), given None")
-    sm_scale = head_dim**-0.5 if sm_scale is None else checks.check_finite("sm_scale", sm_scale)
+    _check_numbers(sm_scale, causal, window_left, softcap, num_splits)
+    sm_scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
     score_scale = checks.check_finite("sm_scale · k_scale", sm_scale * kv.scales[0].number)
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal: expected True or False, given {causal!r}")
-    if window_left is not None:
-        checks.require_int("window_left", window_left, 0)
-    if softcap is not None:
-        softcap = checks.check_finite("softcap", softcap, above=0.0)
     if sinks is not None:
         check_sinks(sinks, q, config.dtype)
     if alibi_slopes is not None:
@@ -576,8 +717,6 @@ def plan_decode(
             )
         if not causal:
             raise ValueError("tree_mask: expected causal=True (it replaces the causal rule), given causal=False")
-    if num_splits is not None:
-        checks.require_int("num_splits", num_splits, 1, 4096)
     shares_keys = group_ids is not None or prefix_lens is not None
     if shares_keys:
         for name, vector in (("group_ids", group_ids), ("prefix_lens", prefix_lens)):
@@ -713,7 +852,7 @@ def plan_decode(
         shared_shares=0,
         shared_heaviest=1,
         sm_scale=score_scale,
-        softcap=1.0 if softcap is None else softcap,
+        softcap=1.0 if softcap is None else float(softcap),
         v_scale=kv.scales[1].number,
         stride_q_batch=q_strides[0],
         stride_q_token=q_strides[1],
@@ -1010,6 +1149,12 @@ def merge(
     Raises:
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
+    if operators.tracing(outs):
+        out_shape, lse_shape = _merged_shapes(outs, indptr, lse_layout)
+        out = torch.empty(out_shape, dtype=outs.dtype, device=outs.device) if out is None else out
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=outs.device) if lse is None else lse
+        torch.ops.splitkv.merge(outs, lses, indptr, sinks, lse_base, lse_layout, out, lse)
+        return out, lse
     form: Hashable = None
     call: PreparedMerge | None = None
     try:
@@ -1053,26 +1198,13 @@ def _plan_merge(
     checks.check_dtype("outs", outs, *DTYPES)
     checks.check_dtype("lses", lses, torch.float32)
     if indptr is not None:
-        checks.check_rank("outs", outs, 3)
-    if outs.dim() < 2 or (outs.shape[0] < 1 and indptr is None) or outs.shape[-1] < 1:
-        raise ValueError(f"outs: expected shape [n ≥ 1, …, head_dim_v ≥ 1], given {checks.shape_text(outs.shape)}")
+        checks.check_index_vector("indptr", indptr, outs.device, "outs", least=1)
+    out_shape, lse_shape = _merged_shapes(outs, indptr, lse_layout)
     checks.check_last_stride("outs", outs)
     if isinstance(lse_base, bool) or not isinstance(lse_base, (int, float)) or lse_base not in (math.e, 2):
         raise ValueError(f"lse_base: expected math.e or 2, given {lse_base!r}")
-    if lse_layout not in ("NH", "HN"):
-        raise ValueError(f'lse_layout: expected "NH" or "HN", given {lse_layout!r}')
     heads_last = lse_layout == "NH"
-    if not heads_last and outs.dim() < (4 if indptr is None else 3):
-        raise ValueError(
-            f'lse_layout: expected "NH" for outs without a dimension of rows, given "HN" for '
-            f"{checks.shape_text(outs.shape)}"
-        )
-
-    def lse_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of log-sum-exps whose heads are last in this shape."""
-        return shape if heads_last else (*shape[:-2], shape[-1], shape[-2])
-
-    checks.check_shape("lses", lses, lse_shape(outs.shape[:-1]))
+    checks.check_shape("lses", lses, _lse_shape(outs.shape[:-1], heads_last))
     checks.check_device("lses", lses, outs.device, "outs")
     refusal = _interpreter.why_not(outs.device.type)
     if refusal is not None:
@@ -1082,12 +1214,8 @@ def _plan_merge(
             raise ValueError(f"sinks: expected outs with a dimension of heads, given {checks.shape_text(outs.shape)}")
         also = {outs.dtype: None} | ({out.dtype: None} if isinstance(out, Tensor) and out.dtype in DTYPES else {})
         _check_heads("sinks", sinks, outs, "outs", *{torch.float32: None, **also})
-    out_shape: tuple[int, ...] = outs.shape[1:]
-    if indptr is not None:
-        checks.check_index_vector("indptr", indptr, outs.device, "outs", least=1)
-        out_shape = (indptr.shape[0] - 1, *outs.shape[1:])
-        if checks.debugging() and not (outs.is_cuda and torch.cuda.is_current_stream_capturing()):
-            checks.check_prefix_sums("indptr", indptr.tolist(), outs.shape[0])
+    if indptr is not None and checks.debugging() and not (outs.is_cuda and torch.cuda.is_current_stream_capturing()):
+        checks.check_prefix_sums("indptr", indptr.tolist(), outs.shape[0])
     head_dim_v = outs.shape[-1]
     block = min(1024, max(16, next_power_of_2(head_dim_v)))
     # With several blocks of columns, or partials of other rows, a program could overwrite what another has yet to read.
@@ -1098,9 +1226,9 @@ def _plan_merge(
         check_out(out, out_shape, outs, "outs", *DTYPES)
         checks.check_in_place("out", out, "outs", outs, within)
     if lse is None:
-        lse = torch.empty(lse_shape(out_shape[:-1]), dtype=torch.float32, device=outs.device)
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=outs.device)
     else:
-        check_lse(lse, lse_shape(out_shape[:-1]), outs, "outs")
+        check_lse(lse, lse_shape, outs, "outs")
         checks.check_in_place("lse", lse, "lses", lses, within)
     if not heads_last:
         lses, written_lse = lses.transpose(-2, -1), lse.transpose(-2, -1)
@@ -1153,6 +1281,48 @@ def _plan_merge(
         num_warps=1,
     )
     return step, within, out, lse
+
+
+@operators.operator(
+    "merge(Tensor outs, Tensor lses, Tensor? indptr, Tensor? sinks, float lse_base, str lse_layout, Tensor(a!) out, "
+    "Tensor(b!) lse)"
+)
+def _merge_operator(
+    outs: Tensor,
+    lses: Tensor,
+    indptr: Tensor | None,
+    sinks: Tensor | None,
+    lse_base: float,
+    lse_layout: str,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    merge(outs, lses, indptr=indptr, sinks=sinks, lse_base=lse_base, lse_layout=lse_layout, out=out, lse=lse)
+
+
+def _lse_shape(shape: tuple[int, ...], heads_last: bool) -> tuple[int, ...]:
+    """Of log-sum-exps of rows and heads of this shape."""
+    return shape if heads_last else (*shape[:-2], shape[-1], shape[-2])
+
+
+def _merged_shapes(outs: Tensor, indptr: Tensor | None, lse_layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of out and lse of a merge; raises where outs has none that could be merged."""
+    if indptr is not None:
+        checks.check_rank("outs", outs, 3)
+    if outs.dim() < 2 or (outs.shape[0] < 1 and indptr is None) or outs.shape[-1] < 1:
+        raise ValueError(f"outs: expected shape [n ≥ 1, …, head_dim_v ≥ 1], given {checks.shape_text(outs.shape)}")
+    if lse_layout not in ("NH", "HN"):
+        raise ValueError(f'lse_layout: expected "NH" or "HN", given {lse_layout!r}')
+    heads_last = lse_layout == "NH"
+    if not heads_last and outs.dim() < (4 if indptr is None else 3):
+        raise ValueError(
+            f'lse_layout: expected "NH" for outs without a dimension of rows, given "HN" for '
+            f"{checks.shape_text(outs.shape)}"
+        )
+    out_shape: tuple[int, ...] = outs.shape[1:]
+    if indptr is not None:
+        out_shape = (indptr.shape[0] - 1, *out_shape)
+    return out_shape, _lse_shape(out_shape[:-1], heads_last)
 
 
 def _row_and_head_strides(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int]:

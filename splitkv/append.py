@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from splitkv import _interpreter, checks
+from splitkv import _interpreter, checks, operators
 from splitkv import tiles as tile_sizes
 from splitkv.api import _form_of, _vector
 from splitkv.config import DTYPES, cdiv, next_power_of_2
 from splitkv.kernels.append import append_kernel, move_kernel
 from splitkv.kernels.prepared import Launch, PreparedCalls, PreparedLaunches
-from splitkv.kv import CONTIGUOUS, RAGGED, KVView
+from splitkv.kv import CONTIGUOUS, RAGGED, KVView, check_view
 from splitkv.variants import ALIGNED_BYTES
 
 MOVE_BLOCK = 256
@@ -37,8 +37,7 @@ class Slots(NamedTuple):
 
 
 def _slots_of(kv: KVView) -> Slots:
-    if not isinstance(kv, KVView):
-        raise TypeError(f"kv: expected a PagedKV, ContiguousKV, RaggedKV or LatentKV, given {type(kv).__name__}")
+    check_view(kv)
     for name, cache in (("k", kv.k), ("v", kv.v)):
         checks.check_no_overlap(f"kv.{name}", cache)
     where = kv.addressing
@@ -126,6 +125,10 @@ def append_kv(k_new: Tensor, v_new: Tensor | None, kv: KVView, slots: Tensor) ->
     Raises:
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
+    if operators.tracing(k_new):
+        check_view(kv)
+        torch.ops.splitkv.append_kv(k_new, v_new, slots, *operators.take_apart(kv, scheduled=False))
+        return
     form: Hashable = None
     call: PreparedLaunches | None = None
     try:
@@ -260,6 +263,10 @@ def move_kv(kv: KVView, src_slots: Tensor, dst_slots: Tensor) -> None:
     Raises:
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
+    if operators.tracing(src_slots):
+        check_view(kv)
+        torch.ops.splitkv.move_kv(src_slots, dst_slots, *operators.take_apart(kv, scheduled=False))
+        return
     form: Hashable = None
     call: PreparedLaunches | None = None
     try:
@@ -319,3 +326,13 @@ def _plan_move(kv: KVView, src_slots: Tensor, dst_slots: Tensor) -> Launch:
         ),
         num_warps=8,
     )
+
+
+@operators.operator(f"append_kv(Tensor k_new, Tensor? v_new, Tensor slots, {operators.WRITTEN_VIEW})")
+def _append_kv_operator(k_new: Tensor, v_new: Tensor | None, slots: Tensor, *view: Any) -> None:
+    append_kv(k_new, v_new, operators.put_together(*view), slots)
+
+
+@operators.operator(f"move_kv(Tensor src_slots, Tensor dst_slots, {operators.WRITTEN_VIEW})")
+def _move_kv_operator(src_slots: Tensor, dst_slots: Tensor, *view: Any) -> None:
+    move_kv(operators.put_together(*view), src_slots, dst_slots)

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from splitkv.config import DTYPES, QUANTIZED_DTYPES, require_int
 
@@ -27,6 +28,7 @@ __all__ = [
     "check_tensor",
     "check_values",
     "debugging",
+    "is_fake",
     "require_int",
 ]
 
@@ -45,9 +47,15 @@ def check_tensor(name: str, value: object) -> Tensor:
     """Raise TypeError unless `value` is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, given {type(value).__name__}")
-    if value.is_neg():
+    # Operators ask it of the tensors that they are run with: a trace could not.
+    if not torch.compiler.is_compiling() and value.is_neg():
         raise ValueError(f"{name}: expected numbers as they lie in memory, given a negated view (call resolve_neg())")
     return value
+
+
+def is_fake(tensor: object) -> bool:
+    """Whether this is a tensor of PyTorch's `FakeTensorMode`, which has a device but no memory."""
+    return type(tensor) is not Tensor and isinstance(tensor, FakeTensor)  # of a plain tensor answered at once
 
 
 def check_rank(name: str, tensor: Tensor, *ranks: int) -> None:

@@ -139,6 +139,18 @@ def _check_cache(name: str, cache: object, rank: int) -> Tensor:
     return cache
 
 
+def _whole_of(a: Tensor, b: Tensor) -> Tensor | None:
+    """A tensor that spans the storage of both, or None where each has its own."""
+    storage = a.untyped_storage()
+    if storage._cdata != b.untyped_storage()._cdata:
+        return None
+    base = a._base
+    if base is not None and base is b._base and base.dtype == a.dtype:
+        return base  # as compilers expect where a graph has the base or other views of it too
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=a.dtype, device=a.device).set_(storage, 0, (storage.nbytes() // a.itemsize,), (1,))
+
+
 def _check_pair(k_name: str, k: Tensor, v_name: str, v: Tensor) -> None:
     checks.check_dtype(v_name, v, k.dtype)
     checks.check_device(v_name, v, k.device, k_name)
@@ -161,6 +173,8 @@ class KVView:
         schedule: A `Schedule` that saves decode its prefix sum over the lengths, or None.
         positions: Where the tokens stand in longer sequences, or None where the view holds those whole (see `shard`).
         addressing: Where tokens lie, as the kernels take it.
+        whole: A tensor that spans k and v where they share a storage, or None: graphs must see that they do.
+        places: Shape, strides and offset of k and of v in `whole`.
         tensors: Every tensor that decode may read of it, in the order of `OPERANDS`.
         form: All that decode's checks and constants depend on, addresses aside.
     """
@@ -180,6 +194,8 @@ class KVView:
     schedule: Schedule | None
     positions: Positions | None
     addressing: Addressing
+    whole: Tensor | None
+    places: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
     tensors: tuple[Tensor | None, ...]
     form: tuple[Hashable, ...]
 
@@ -262,6 +278,12 @@ class KVView:
                 raise ValueError(f"schedule: expected device {k.device} (that of the cache), given {schedule.device}")
         self.rows, self.kv_start, self.len_hint, self.schedule = rows, kv_start, len_hint, schedule
         self.positions = None
+        # Where the view itself is made inside a graph, the graph knows where its tensors come from.
+        self.whole, self.places = None, ()
+        if not (self.latent or torch.compiler.is_compiling()):
+            self.whole = _whole_of(k, v)
+        if self.whole is not None:
+            self.places = tuple((tuple(t.shape), t.stride(), int(t.storage_offset())) for t in (k, v))
 
     def shard(
         self: View, seq_lens: Tensor, *, starts: Tensor | None = None, rank: int | None = None, size: int | None = None
@@ -512,6 +534,13 @@ class KVView:
                         f"{name}: expected the pages of row {a} in the common prefix of row {b}, of the same group "
                         f"{group}: {known} for page {place}, given {other}"
                     )
+
+
+def check_view(kv: object) -> KVView:
+    """Raise TypeError unless this is a view."""
+    if not isinstance(kv, KVView):
+        raise TypeError(f"kv: expected a PagedKV, ContiguousKV, RaggedKV or LatentKV, given {type(kv).__name__}")
+    return kv
 
 
 def _paged_addressing(

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from splitkv import checks
 from splitkv import tiles as tile_sizes
@@ -14,6 +15,7 @@ from splitkv.kernels.prepared import Launch, PreparedCalls, PreparedLaunches
 from splitkv.kernels.work_list import work_list_kernel
 from splitkv.tiles_io import TileTable
 from splitkv.variants import choose_tiles
+from splitkv.workspace import read_spec, spec_of
 
 if TYPE_CHECKING:
     from splitkv.kv import KVView
@@ -46,7 +48,10 @@ class Schedule:
     Attributes:
         config: The `WorkspaceConfig` that it was sized by.
         buffer: [3 + max_batch_size + 1] int32: the list.
+        spec: The rest of it as text, by which operators in compiled graphs know it.
     """
+
+    spec: str
 
     def __init__(
         self, config: WorkspaceConfig, device: torch.device | str, tiles: TileTable | str | os.PathLike[str] | None
@@ -83,6 +88,24 @@ class Schedule:
         """
         return cls(config, device, tiles)
 
+    @classmethod
+    def of_spec(cls, spec: str, buffer: Tensor) -> Schedule:
+        """The schedule with this `spec` whose list is `buffer`."""
+        schedule = cls.__new__(cls)
+        schedule.config, schedule.tiles, schedule.target, _ = read_spec(spec)
+        schedule.buffer, schedule.device = buffer, buffer.device
+        return schedule
+
+    @property
+    def target(self) -> tile_sizes.Target:
+        """What tiles are chosen by, as for a workspace."""
+        return self._target
+
+    @target.setter
+    def target(self, target: tile_sizes.Target) -> None:
+        self._target = target
+        self.spec = spec_of(self.config, self.tiles, target)
+
     @property
     def max_batch_size(self) -> int:
         """Most requests of a call that reads the list."""
@@ -100,10 +123,13 @@ class Schedule:
         Raises:
             TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
         """
-        from splitkv.kv import KVView
+        from splitkv import operators
+        from splitkv.kv import check_view
 
-        if not isinstance(kv, KVView):
-            raise TypeError(f"kv: expected a PagedKV, ContiguousKV, RaggedKV or LatentKV, given {type(kv).__name__}")
+        check_view(kv)
+        if operators.tracing(self.buffer):
+            torch.ops.splitkv.update_schedule(self.buffer, self.spec, batch, *operators.take_apart(kv, scheduled=False))
+            return
         if self._chosen_by[0] is not self.target or self._chosen_by[1] is not self.tiles:  # one was set anew
             self._chosen_by, self._calls = (self.target, self.tiles), PreparedCalls()
         if batch is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import json
 import os
 from collections.abc import Hashable
 from typing import Any
@@ -11,8 +14,8 @@ from torch import Tensor
 
 from splitkv import checks
 from splitkv.config import ALIGNMENT, Section, WorkspaceConfig
-from splitkv.tiles import Target
-from splitkv.tiles_io import TileTable
+from splitkv.tiles import Target, Tiles
+from splitkv.tiles_io import TileKey, TileTable
 
 MAX_CALLS = 256  # forms of calls that a workspace remembers; then it starts again
 
@@ -35,18 +38,22 @@ def carve(buffer: Tensor, sections: tuple[Section, ...]) -> dict[str, Tensor]:
             f"buffer: expected at least {needed} bytes, given {given}: section {first.name} "
             f"{checks.shape_text(first.shape)} ends at byte {first.end}"
         )
-    if buffer.data_ptr() % ALIGNMENT:
+    has_memory = buffer.device.type != "meta" and not checks.is_fake(buffer)
+    if has_memory and buffer.data_ptr() % ALIGNMENT:
         raise ValueError(
             f"buffer: expected a start aligned to {ALIGNMENT} bytes, given address {buffer.data_ptr():#x} "
             f"({buffer.data_ptr() % ALIGNMENT} past a multiple)"
         )
-    # Elements are counted from the storage's own start, so that must be aligned to the widest of them too.
-    if buffer.untyped_storage().data_ptr() % 4:
-        raise ValueError("buffer: expected a storage aligned to 4 bytes, given a view into a less aligned one")
     views = {}
     with torch.inference_mode(False):
-        storage, start = buffer.untyped_storage(), buffer.storage_offset()
+        storage, start = buffer.untyped_storage(), int(buffer.storage_offset())
         for section in sections:
+            offset = start + section.offset
+            # A storage of its own over these bytes: a compiler copies a tensor that is written where another one of the
+            # same storage is written too.
+            part = storage
+            if has_memory:
+                part, offset = storage[offset : start + section.end], 0
             # set_ on a fresh tensor: a view made by slicing would stay an inference tensor where the buffer is one.
             view = torch.empty(0, dtype=section.dtype, device=buffer.device)
             stride, strides = 1, []
@@ -54,9 +61,29 @@ def carve(buffer: Tensor, sections: tuple[Section, ...]) -> dict[str, Tensor]:
                 strides.append(stride)
                 stride *= size
             views[section.name] = view.set_(
-                storage, (start + section.offset) // section.dtype.itemsize, section.shape, tuple(reversed(strides))
+                part, offset // section.dtype.itemsize, section.shape, tuple(reversed(strides))
             )
     return views
+
+
+def spec_of(config: WorkspaceConfig, tiles: TileTable | None, target: Target) -> str:
+    """All that a workspace or a schedule is besides its tensors, as text (see `read_spec`)."""
+    fields = dataclasses.asdict(config) | {"dtype": str(config.dtype).removeprefix("torch.")}
+    entries = None
+    if tiles is not None:
+        entries = [[dataclasses.asdict(key), dataclasses.asdict(entry)] for key, entry in tiles.entries.items()]
+    return json.dumps([fields, entries, dataclasses.asdict(target)], separators=(",", ":"))
+
+
+@functools.lru_cache(maxsize=64)
+def read_spec(spec: str) -> tuple[WorkspaceConfig, TileTable | None, Target, dict[Hashable, Any]]:
+    """What `spec_of` wrote down, and what is remembered of calls with it."""
+    fields, entries, target = json.loads(spec)
+    config = WorkspaceConfig(**{**fields, "dtype": getattr(torch, fields["dtype"])})
+    tiles = None
+    if entries is not None:
+        tiles = TileTable({TileKey(**key): Tiles(**entry) for key, entry in entries})
+    return config, tiles, Target(**target), {}
 
 
 class Workspace:
@@ -76,12 +103,14 @@ class Workspace:
         out: [max_total_q, num_q_heads, head_dim_v] of the config's dtype.
         lse: [max_total_q, num_q_heads] float32, natural log.
         device: Where they live.
+        spec: The rest of it as text, by which operators in compiled graphs know it.
     """
 
     partial_out: Tensor
     partial_lse: Tensor
     out: Tensor
     lse: Tensor
+    spec: str
 
     def __init__(self, config: WorkspaceConfig, buffer: Tensor) -> None:
         """Use `allocate` or `from_buffer`."""
@@ -94,6 +123,20 @@ class Workspace:
         self._target = Target.of(self.device)
         self._tiles: TileTable | None = None
         self._calls: dict[Hashable, Any] = {}
+        self._changed()
+
+    @classmethod
+    def of_parts(cls, spec: str, partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> Workspace:
+        """A workspace with this `spec` and these buffers, of any size. Such ones remember their calls together."""
+        workspace = cls.__new__(cls)
+        workspace.config, workspace._tiles, workspace._target, workspace._calls = read_spec(spec)
+        workspace.partial_out, workspace.partial_lse, workspace.out, workspace.lse = partial_out, partial_lse, out, lse
+        workspace.device, workspace.spec = partial_out.device, spec
+        return workspace
+
+    def _changed(self) -> None:
+        self.spec = spec_of(self.config, self._tiles, self._target)
+        self._calls.clear()
 
     @property
     def target(self) -> Target:
@@ -103,7 +146,7 @@ class Workspace:
     @target.setter
     def target(self, target: Target) -> None:
         self._target = target
-        self._calls.clear()
+        self._changed()
 
     @property
     def tiles(self) -> TileTable | None:
@@ -116,7 +159,7 @@ class Workspace:
     @tiles.setter
     def tiles(self, tiles: TileTable | None) -> None:
         self._tiles = tiles
-        self._calls.clear()
+        self._changed()
 
     def recall(self, form: Hashable) -> Any:
         """What was remembered of calls of this form, or None."""
@@ -177,7 +220,7 @@ def aligned_bytes(nbytes: int, device: torch.device | str) -> Tensor:
     """
     with torch.inference_mode(False):
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        if buffer.data_ptr() % ALIGNMENT:
+        if not checks.is_fake(buffer) and buffer.data_ptr() % ALIGNMENT:
             buffer = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
             shift = -buffer.data_ptr() % ALIGNMENT
             buffer = buffer[shift : shift + nbytes]

@@ -1,6 +1,7 @@
 """The caller's scratch: where its buffers lie in one stretch of memory, and what memory is refused."""
 
 import contextlib
+import gc
 import math
 
 import pytest
@@ -43,8 +44,9 @@ def test_it_holds_its_buffers_and_nothing_else(device):
     workspace = splitkv.Workspace.allocate(CONFIG, device)
     tensors = {name for name, value in vars(workspace).items() if isinstance(value, torch.Tensor)}
     assert tensors == set(NAMES)
-    storages = {getattr(workspace, name).untyped_storage().data_ptr() for name in NAMES}
-    assert len(storages) == 1  # one allocation
+    assert_laid_out(workspace, CONFIG)  # one allocation, of which each buffer has a storage of its own
+    storages = [getattr(workspace, name).untyped_storage() for name in NAMES]
+    assert [storage.nbytes() for storage in storages] == [section.nbytes for section in CONFIG.sections()]
 
 
 @settings(max_examples=20)
@@ -120,12 +122,20 @@ def test_a_view_into_a_larger_buffer_is_laid_out_from_its_own_start(past):
 
 
 @pytest.mark.parametrize("past", [1, 2, 131])
-def test_a_storage_between_two_elements_is_refused(past):
-    """PyTorch counts elements from the start of the storage: an aligned view into this one cannot be one of floats."""
+def test_a_storage_may_start_between_two_elements(past):
+    """PyTorch counts elements from the start of the storage: an aligned view into this one could not be of floats."""
     memory = storage_at(past)
     inside = memory[-memory.data_ptr() % ALIGNMENT :][: CONFIG.nbytes]
-    with pytest.raises(ValueError, match="buffer: expected a storage aligned to 4 bytes"):
-        splitkv.Workspace.from_buffer(CONFIG, inside)
+    workspace = splitkv.Workspace.from_buffer(CONFIG, inside)
+    assert workspace.partial_out.data_ptr() == inside.data_ptr()
+    assert_laid_out(workspace, CONFIG)
+
+
+def test_buffers_outlive_the_memory_that_they_were_laid_over():
+    workspace = splitkv.Workspace.from_buffer(CONFIG, aligned_bytes(CONFIG.nbytes, "cpu").zero_())
+    gc.collect()
+    others = [aligned_bytes(CONFIG.nbytes, "cpu").fill_(255) for _ in range(8)]
+    assert len(others) == 8 and not any(bool(getattr(workspace, name).any()) for name in NAMES)
 
 
 def storage_at(past):
@@ -198,7 +208,8 @@ def test_a_write_beside_a_buffer_is_seen(device, kind):
     scratch.check_guards()
     assert scratch.written("out").nonzero()[:, 0].unique().tolist() == [1]
     last = scratch.workspace.lse
-    last.as_strided((1,), (1,), last.storage_offset() + math.prod(last.shape)).fill_(0.0)
+    end = last.data_ptr() + 4 * last.numel() - scratch._memory.data_ptr()
+    scratch._memory[end : end + 4] = 0
     with pytest.raises(AssertionError, match="workspace: 4 elements around it were written"):
         scratch.check_guards()
 

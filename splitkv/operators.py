@@ -1,0 +1,183 @@
+"""Operators of `torch.library`, as which calls enter compiled graphs (`torch.compile`, `torch.export`).
+
+Eager calls do not come here. While a call is traced, its view and its workspace are taken apart into tensors, numbers
+and text, and one operator takes its place in the graph, whose schema says which tensors it writes. When the graph runs,
+the operator puts them together again and does what the eager call does. It keeps nothing of a graph's tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splitkv import checks
+from splitkv.config import QUANTIZED_DTYPES
+from splitkv.kv import CONTIGUOUS, PAGED, ContiguousKV, KVView, LatentKV, PagedKV, RaggedKV
+from splitkv.work_list import Schedule
+
+LIBRARY: Any = torch.library.Library("splitkv", "DEF")  # type: ignore[no-untyped-call]
+NAMES: list[str] = []  # of what is registered
+DEVICES = ("CPU", "CUDA", "XPU")  # "CUDA" on HIP too
+
+# What a view is in a schema: see `take_apart`. A format string: what a call writes of the caches and their scales.
+VIEW = (
+    "Tensor{k} k, Tensor{v}? v, Tensor{k_scale}? k_scale, Tensor{v_scale}? v_scale, Tensor? lens, Tensor? indptr, "
+    "Tensor? table, Tensor? rows, Tensor? kv_start, Tensor? work_list, Tensor? shard_lens, Tensor? shard_starts, "
+    "str kind, SymInt? head_dim_v, float? k_number, float? v_number, SymInt? len_hint, str? schedule, "
+    "SymInt? shard_first, SymInt? shard_step"
+)
+VIEW_TENSORS = 12  # so many of these are tensors, the first
+READ_VIEW = VIEW.format(k="", v="", k_scale="", v_scale="")
+WRITTEN_VIEW = VIEW.format(k="(w!)", v="(x!)", k_scale="(y!)", v_scale="(z!)")
+
+Function = Callable[..., None]
+
+
+def operator(schema: str) -> Callable[[Function], Function]:
+    """Make a function the implementation of splitkv::name. It returns nothing: it writes what the schema says.
+
+    Args:
+        schema: "name(arguments)", with every written tensor marked.
+    """
+
+    def register(function: Function) -> Function:
+        # Strides are kept: what is refused, and how fast it is, depends on them.
+        tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+        LIBRARY.define(f"{schema} -> ()", tags=tags)
+        name = schema.split("(")[0]
+        # What runs between graphs is traced where it can be, and an operator that runs is not to be.
+        run = torch._disable_dynamo(function)  # type: ignore[attr-defined] # of PyTorch's own custom_op
+        for device in DEVICES:
+            LIBRARY.impl(name, run, device)
+        torch.library.register_fake(f"splitkv::{name}", _nothing, lib=LIBRARY)
+        NAMES.append(name)
+        return function
+
+    return register
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """What an operator does to tensors without memory: it makes none, and shapes stay."""
+
+
+def tracing(tensor: object) -> bool:
+    """Whether a call is being traced rather than run, or given tensors that have a shape and no memory."""
+    return torch.compiler.is_compiling() or checks.is_fake(tensor)
+
+
+def take_apart(kv: KVView, scheduled: bool = True) -> tuple[Any, ...]:
+    """A view as the schemas take it (`VIEW`), its schedule left out unless `scheduled`."""
+    where, stand, schedule = kv.addressing, kv.positions, kv.schedule if scheduled else None
+    head_dim_v = None
+    k, k_scale, v_scale = kv.k, kv.k_scale, kv.v_scale
+    v: Tensor | None = kv.v
+    if isinstance(kv, LatentKV):
+        # The caller's own tensor: a graph that uses it too must see that both are the same.
+        k, v, head_dim_v, v_scale = kv.cache, None, kv.head_dim_v, None
+        kind = "latent"
+    elif isinstance(kv, PagedKV):
+        kind = f"{'paged' if where.kind == PAGED else 'csr'} {kv.layout}"
+    else:
+        kind = "contiguous" if where.kind == CONTIGUOUS else "ragged"
+    if kv.whole is not None:
+        k, v = (kv.whole.as_strided(*place) for place in kv.places)
+    return (
+        k,
+        v,
+        k_scale if isinstance(k_scale, Tensor) else None,
+        v_scale if isinstance(v_scale, Tensor) else None,
+        where.lens,
+        where.indptr,
+        where.table,
+        kv.rows,
+        kv.kv_start,
+        None if schedule is None else schedule.buffer,
+        None if stand is None else stand.seq_lens,
+        None if stand is None else stand.starts,
+        kind,
+        head_dim_v,
+        None if isinstance(k_scale, Tensor) else k_scale,
+        None if isinstance(v_scale, Tensor) else v_scale,
+        kv.len_hint,
+        None if schedule is None else schedule.spec,
+        None if stand is None else stand.first,
+        None if stand is None else stand.step,
+    )
+
+
+def put_together(
+    k: Tensor,
+    v: Any,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    lens: Any,
+    indptr: Any,
+    table: Any,
+    rows: Any,
+    kv_start: Tensor | None,
+    work_list: Tensor | None,
+    shard_lens: Tensor | None,
+    shard_starts: Tensor | None,
+    kind: str,
+    head_dim_v: Any,
+    k_number: float | None,
+    v_number: float | None,
+    len_hint: int | None,
+    schedule: str | None,
+    shard_first: int | None,
+    shard_step: int | None,
+) -> KVView:
+    """The view that `take_apart` took apart, whose kind says which of these are None."""
+    shares = None if schedule is None or work_list is None else Schedule.of_spec(schedule, work_list)
+    common: dict[str, Any] = dict(kv_start=kv_start, len_hint=len_hint, schedule=shares)
+    scales: dict[str, Any] = dict(
+        k_scale=k_number if k_scale is None else k_scale, v_scale=v_number if v_scale is None else v_scale
+    )
+    name, _, layout = kind.partition(" ")
+    view: KVView
+    if name == "latent":
+        view = LatentKV(k, table, lens, rows=rows, head_dim_v=head_dim_v, scale=scales["k_scale"], **common)
+    elif name == "paged":
+        view = PagedKV(k, v, table, lens, rows=rows, layout=layout, **scales, **common)
+    elif name == "csr":
+        view = PagedKV.from_csr(k, v, indptr, table, lens, layout=layout, **scales, **common)
+    elif name == "contiguous":
+        view = ContiguousKV(k, v, lens, rows=rows, **scales, **common)
+    else:
+        view = RaggedKV(k, v, indptr, **scales, **common)
+    if shard_lens is None:
+        return view
+    if shard_starts is not None:
+        return view.shard(shard_lens, starts=shard_starts)
+    return view.shard(shard_lens, rank=shard_first, size=shard_step)
+
+
+def operands(
+    k: Tensor,
+    v: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    lens: Tensor | None,
+    indptr: Tensor | None,
+    table: Tensor | None,
+    rows: Tensor | None,
+    kv_start: Tensor | None,
+    work_list: Tensor | None,
+    shard_lens: Tensor | None,
+    shard_starts: Tensor | None,
+    *rest: object,
+) -> tuple[Tensor | None, ...]:
+    """`tensors` of the view that `take_apart` took apart."""
+    if k.dtype in QUANTIZED_DTYPES:
+        k, v = k.view(torch.uint8), None if v is None else v.view(torch.uint8)
+    return (
+        k, v, lens, indptr, table, rows, kv_start, work_list, k_scale, v_scale, shard_lens, shard_starts,
+    )  # fmt: skip
+
+
+@operator(f"update_schedule(Tensor(a!) buffer, str spec, SymInt? batch, {READ_VIEW})")
+def _update_schedule_operator(buffer: Tensor, spec: str, batch: int | None, *view: Any) -> None:
+    Schedule.of_spec(spec, buffer).update(put_together(*view), batch)
