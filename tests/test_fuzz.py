@@ -1,0 +1,151 @@
+"""The fuzz driver: that it passes here on a few problems, and that it finds what is wrong, and finds it again."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import fuzz
+import pytest
+import torch
+from conftest import COMPILED
+from hypothesis import settings
+
+import splitkv
+
+DEVICE = torch.device("cuda" if COMPILED else "cpu")
+SMALL = not COMPILED
+COUNT = 300 if COMPILED else min(12, settings().max_examples)
+
+
+def test_problems_from_seeds_hold():
+    report = fuzz.run(range(1000, 1000 + COUNT), DEVICE, SMALL)
+    assert not report.failures, "\n".join(text for _, text in report.failures)
+    assert report.problems == COUNT and report.worst
+
+
+def test_a_form_serves_many_seeds_and_forms_differ():
+    first, again, other, elsewhere = (fuzz.Form.of(seed, True) for seed in (7, 7 + 9 * fuzz.FORMS, 8, 7 + fuzz.BLOCK))
+    assert first == again and first != other and first != elsewhere
+    one, two = (fuzz.problem_of(seed, "cpu", True) for seed in (7, 7 + 9 * fuzz.FORMS))
+    assert one.lens != two.lens
+    for problem in (one, two):
+        assert {name: problem.choices[name] for name in first.choices} == first.choices
+
+
+def test_all_there_is_occurs():
+    """Every option of every face, over the forms of one pool."""
+    forms = [fuzz.Form.of(seed, False) for seed in range(fuzz.FORMS)]
+    for faces, part in ((fuzz.FACES, "choices"), (fuzz.MORE_FACES, "more")):
+        for name, options in faces.items():
+            found = {getattr(form, part)[name] for form in forms}
+            assert found >= set(options), name
+    lens = [n for seed in range(fuzz.FORMS) for n in fuzz.problem_of(seed, "cpu", True).lens]
+    assert {0, 1} <= set(lens)
+
+
+def wrong_scale(monkeypatch):
+    """Scores of a wrong base, but for those of calls that look at them in natural units."""
+    from splitkv.kernels import split_decode
+
+    monkeypatch.setattr(split_decode, "LOG2E", type(split_decode.LOG2E)(1.4))
+
+
+def wrong_lse(monkeypatch):
+    def decode_with_lse(*args, **rules):
+        out, lse = decode(*args, **rules)
+        return out, lse.add_(0.05)
+
+    decode = splitkv.decode_with_lse
+    monkeypatch.setattr(splitkv, "decode_with_lse", decode_with_lse)
+
+
+def writes_too_far(monkeypatch):
+    def decode_with_lse(q, kv, workspace, **rules):
+        found = decode(q, kv, workspace, **rules)
+        workspace.partial_out.as_strided((1,), (1,), workspace.partial_out.storage_offset() - 1).fill_(1.0)
+        return found
+
+    decode = splitkv.decode_with_lse
+    monkeypatch.setattr(splitkv, "decode_with_lse", decode_with_lse)
+
+
+def empty_rows_of_noise(monkeypatch):
+    def decode_with_lse(*args, **rules):
+        out, lse = decode(*args, **rules)
+        out[lse == -math.inf] = 1e-7
+        return out, lse
+
+    decode = splitkv.decode_with_lse
+    monkeypatch.setattr(splitkv, "decode_with_lse", decode_with_lse)
+
+
+def another_answer_each_time(monkeypatch):
+    def decode_with_lse(*args, **rules):
+        out, lse = decode(*args, **rules)
+        times.append(0)
+        return out, lse.add_(len(times) * 1e-6)
+
+    times: list[int] = []
+    decode = splitkv.decode_with_lse
+    monkeypatch.setattr(splitkv, "decode_with_lse", decode_with_lse)
+
+
+FAULTS = {
+    wrong_scale: r"error of at most|error up to",
+    wrong_lse: r"lse: expected an error up to",
+    writes_too_far: r"elements around it were written",
+    empty_rows_of_noise: r"out: expected an error of at most",
+    another_answer_each_time: r"expected the same bits of a call repeated",
+}
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=pytest.mark.skipif(COMPILED and f is wrong_scale, reason="is compiled already"))
+              for f in FAULTS], ids=lambda f: f.__name__)  # fmt: skip
+def test_a_planted_fault_is_found_and_its_seed_replays(fault, monkeypatch, capsys):
+    with monkeypatch.context() as planted:
+        fault(planted)
+        for seed in range(2000, 2200):
+            report = fuzz.run([seed], DEVICE, SMALL)
+            if report.failures:
+                break
+        [(found, text)] = report.failures
+        assert found == seed and re.search(FAULTS[fault], text), text
+        assert f"make_problem({seed}" in text and f"--replay {seed}" in text
+        replay = ["--replay", str(seed), *["--small"] * SMALL]
+        assert fuzz.main(replay) == 1
+        assert re.search(FAULTS[fault], capsys.readouterr().err)
+    assert fuzz.main(replay) == 0
+
+
+def test_processes_share_the_seeds(tmp_path):
+    file, root = tmp_path / "found.json", Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, str(root / "tests" / "fuzz.py"), "--problems", "6", "--seed", "30", "--processes", "2",
+         "--json", str(file)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_text())
+    assert found["problems"] == 6 and found["unchecked"] == 0 and not found["failures"]
+    assert sum(n for kind, n in found["kinds"].items() if kind.startswith("query ")) == 6
+
+
+def test_a_process_that_dies_is_a_failure(monkeypatch):
+    """What ends a process, as a read of memory that is not mapped does, is told with the seed at which it ended."""
+    report = fuzz.run_everywhere(range(0), 1, SMALL, math.inf)
+    assert report.problems == 0 and not report.failures
+    monkeypatch.setattr(fuzz, "work", _dies)
+    report = fuzz.run_everywhere(range(77, 78), 1, SMALL, 60)
+    assert [seed for seed, _ in report.failures] == [77] and "ended with exit status 3" in report.failures[0][1]
+    assert report.unchecked == 1
+
+
+def _dies(tasks, results, current, device_index, small):
+    current.value = tasks.get(timeout=60)[0]
+    os._exit(3)
