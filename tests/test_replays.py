@@ -1,0 +1,46 @@
+"""A whole step again and again while requests join, grow and leave: 10,000 replays of its graph on a GPU."""
+
+import pytest
+import replays
+import torch
+from conftest import COMPILED
+
+DEVICE = torch.device("cuda" if COMPILED else "cpu")
+SIZES = replays.Sizes() if COMPILED else replays.SMALL
+
+
+def test_steps_are_right_while_requests_join_and_leave():
+    found = replays.run(DEVICE, 1000 if COMPILED else 12, seed=1, sizes=SIZES)
+    assert not found.failures and len(found.worst) == 3
+    assert found.joined >= 3 and found.left >= 1 and found.binds < found.replays
+
+
+@pytest.mark.gpu
+def test_ten_thousand_replays_of_one_graph():
+    found = replays.run(DEVICE, 10_000, seed=0, sizes=SIZES)
+    assert not found.failures, found.failures[:5]
+    assert found.replays == 10_000 and found.joined > 1000 and found.left > 1000
+    assert min(found.lengths) == 1 and max(found.lengths) == SIZES.max_tokens
+    print(f"{found.seconds:.1f} s, largest errors over the budget {found.worst}")
+
+
+def pages_of_others(engine: replays.Engine) -> None:
+    table = engine.table
+    table.copy_(torch.where(table >= 0, (table + 1) % table.numel(), table))
+
+
+def one_token_less(engine: replays.Engine) -> None:
+    engine.step.seq_lens.sub_(1).clamp_(min=0)
+
+
+def a_row_of_nobody_is_not_zero(engine: replays.Engine) -> None:
+    engine.step.seq_lens[-1] = 1
+
+
+@pytest.mark.parametrize("fault", [pages_of_others, one_token_less, a_row_of_nobody_is_not_zero])
+def test_a_planted_fault_is_found_at_its_replay(fault):
+    count = 4
+    found = replays.run(
+        DEVICE, count, 5, SIZES, spoil=lambda engine, number: fault(engine) if number == count - 1 else None
+    )
+    assert found.failures and {number for number, _, _ in found.failures} == {count - 1}
