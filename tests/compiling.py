@@ -52,15 +52,20 @@ class Gpu:
     def amd(self) -> bool:
         return self.backend[0] == "hip"
 
+    @property
+    def lanes(self) -> int:
+        """Of a warp (wave)."""
+        return 64 if self.target.arch.startswith("hip:gfx9") else 32
+
 
 def _nvidia(name: str, arch: int, num_sms: int, shared: int, sm_shared: int, max_warps: int, reserved: int = KB) -> Gpu:
     target = Target(f"cuda:{arch}", num_sms, shared * KB, 65536, sm_shared * KB)
     return Gpu(name, target, reserved, max_warps)
 
 
-def _amd(name: str, arch: str, num_cus: int) -> Gpu:
-    # As Target.of makes it. A program of 4 waves has one on each of the 4 SIMDs.
-    return Gpu(name, Target(f"hip:{arch}", num_cus, 64 * KB, sm_shared_memory=64 * KB), 0, 32)
+def _amd(name: str, arch: str, num_cus: int, max_waves: int = 32) -> Gpu:
+    # As Target.of makes it. A program of 4 waves has one on each of the 4 SIMDs (gfx11: two on each of two).
+    return Gpu(name, Target(f"hip:{arch}", num_cus, 64 * KB, sm_shared_memory=64 * KB), 0, max_waves)
 
 
 GPUS = {
@@ -75,6 +80,7 @@ GPUS = {
         _nvidia("RTX 5090", 120, 170, 99, 100, 48),
         _amd("MI250X", "gfx90a", 110),
         _amd("MI300X", "gfx942", 304),
+        _amd("RX 7900 XTX", "gfx1100", 96),
     )
 }
 
@@ -361,7 +367,7 @@ def compile_launch(launch: api.Launch, gpu: Gpu, programs: int) -> Used:
             signature[parameter.name] = _type_of(value, parameter.annotation_type)
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs={})
     family, arch = gpu.backend
-    target = GPUTarget("hip", arch, 64) if family == "hip" else GPUTarget("cuda", int(arch), 32)
+    target = GPUTarget("hip", arch, gpu.lanes) if family == "hip" else GPUTarget("cuda", int(arch), 32)
     options: dict[str, Any] = dict(num_warps=launch.num_warps, enable_fp_fusion=True)
     if launch.max_registers:
         options["maxnreg"] = launch.max_registers

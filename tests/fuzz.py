@@ -357,6 +357,7 @@ def run(seeds: Iterable[int], device: torch.device, small: bool, report: Report 
             ratios = check(seed, device, small)
         except Exception as error:
             report.failures.append((seed, describe(seed, small, error)))
+            print(report.failures[-1][1], file=sys.stderr, flush=True)
         report.count(seed, small, ratios)
         if report.failures and not answers(device):
             break
@@ -449,8 +450,6 @@ def run_everywhere(seeds: Sequence[int], processes: int, small: bool, seconds: f
             continue
         heard = time.perf_counter()
         report.add(found)
-        for _, text in found.failures:
-            print(text, file=sys.stderr, flush=True)
         if heard - shown > 20:
             shown = heard
             print(f"{report.problems} problems, {len(report.failures)} failures", file=sys.stderr, flush=True)
@@ -505,8 +504,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report = run(seeds, device, options.small)
         else:
             report = run_everywhere(seeds, options.processes, options.small, options.seconds)
-    for _, text in report.failures:
-        print(text, file=sys.stderr)
     found = summary(report, options)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
