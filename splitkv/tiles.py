@@ -44,6 +44,11 @@ class Target:
         return _cuda_arch(self) >= 89
 
     @property
+    def rdna(self) -> bool:
+        """Whether it is a GPU of AMD's whose waves have 32 lanes and at most 256 registers each."""
+        return self.arch.startswith(("hip:gfx11", "hip:gfx12"))
+
+    @property
     def fnuz(self) -> bool:
         """Whether it has the 8-bit floats without a negative zero (float8_e4m3fnuz, float8_e5m2fnuz)."""
         return self.arch in ("hip:gfx940", "hip:gfx941", "hip:gfx942")
@@ -248,6 +253,9 @@ def _candidates(
     if not aligned or 0 < _cuda_arch(target) < 80:
         # Element by element, or before sm_80, nothing can be copied ahead, and what is loaded fills the registers.
         cuts = cuts[-1:]
+    elif target.rdna:
+        # As compiled for gfx1100: longer blocks spill, and so do deeper pipelines, but of low and narrow tiles.
+        cuts = cuts[4:] if rows <= 16 and wide <= 128 and dtype.itemsize == 2 else cuts[-1:]
     elif dtype.itemsize == 4 and _quantized(kv_dtype):
         # Blocks copied ahead, once more as float32, and operands of ordinary products do not find the registers.
         cuts = cuts[-1:]
@@ -368,7 +376,9 @@ def choose(
     elif _quantized(kv_dtype) and dtype.itemsize == 2 and wide in (16, 32, 64, 128) and rows <= 16 and block_n == 64:
         # Conversion keeps a program busy between its loads: four hide each other's, whatever the lengths.
         most = 2 if blocks == Blocks.FEW else 4
-    if num_warps == 8 or (target.arch.startswith("hip:") and rows * wide >= 32 * 256):
+    if target.rdna:
+        num_warps = 16 if rows * wide * dtype.itemsize >= 16 * 256 * 2 else 8
+    if num_warps >= 8 or (target.arch.startswith("hip:") and rows * wide >= 32 * 256):
         most = 1  # more would not find the registers
     elif target.arch.startswith("hip:") and _quantized(kv_dtype):
         most = min(most, 2)

@@ -42,6 +42,7 @@ class Gpu:
     target: Target
     reserved_shared: int = KB  # of each program, for the system
     max_warps: int = 64
+    lane_registers: int = 512  # AMD: of each of four SIMDs, per lane, for the waves on it
 
     @property
     def backend(self) -> tuple[str, str]:
@@ -63,9 +64,9 @@ def _nvidia(name: str, arch: int, num_sms: int, shared: int, sm_shared: int, max
     return Gpu(name, target, reserved, max_warps)
 
 
-def _amd(name: str, arch: str, num_cus: int, max_waves: int = 32) -> Gpu:
-    # As Target.of makes it. A program of 4 waves has one on each of the 4 SIMDs (gfx11: two on each of two).
-    return Gpu(name, Target(f"hip:{arch}", num_cus, 64 * KB, sm_shared_memory=64 * KB), 0, max_waves)
+def _amd(name: str, arch: str, num_cus: int, lane_registers: int = 512) -> Gpu:
+    # As Target.of makes it. A program of 4 waves has one on each of the 4 SIMDs.
+    return Gpu(name, Target(f"hip:{arch}", num_cus, 64 * KB, sm_shared_memory=64 * KB), 0, 32, lane_registers)
 
 
 GPUS = {
@@ -80,7 +81,7 @@ GPUS = {
         _nvidia("RTX 5090", 120, 170, 99, 100, 48),
         _amd("MI250X", "gfx90a", 110),
         _amd("MI300X", "gfx942", 304),
-        _amd("RX 7900 XTX", "gfx1100", 96),
+        _amd("RX 7900 XTX", "gfx1100", 48, lane_registers=1536),
     )
 }
 
@@ -92,6 +93,7 @@ class Case:
     Attributes:
         arch: A key of GPUS.
         dtype: Of queries and cache.
+        heads, group: KV heads, and query heads of each; 0: 8 and 4, or one and 16 for wide rows.
         cache: Of the cache where it is quantised.
         head_dim, head_dim_v: Widths; a value that is narrower than its key is the first columns of the key's row.
         rows: Rows of the query tile: 16 for one query token, else as many tokens as it takes.
@@ -119,12 +121,15 @@ class Case:
     merge: bool = False
     others: bool = False
     cache: str = ""
+    heads: int = 0
+    group: int = 0
 
     def __str__(self) -> str:
         if self.others:
             return f"{self.arch} others"
         words = [self.arch, self.dtype, f"{self.head_dim}x{self.width_v}", f"rows{self.rows}", self.layout]
         words += [self.cache] if self.cache else []
+        words += [f"heads{self.heads}x{self.group}"] if self.heads else []
         words += [f"page{self.page_size}"] if self.layout in ("paged", "csr", "latent") else []
         words += [self.schedule, "few" if self.few else "many", "aligned" if self.aligned else "unaligned"]
         return " ".join([*words, *self.rules])
@@ -202,6 +207,8 @@ def plan(case: Case) -> tuple[api.Plan, dict[int, int]]:
     """The launches of the case's call, and by rows of tiles how many programs are meant to share a multiprocessor."""
     dtype = getattr(torch, case.dtype)
     heads, group = (1, 16) if case.head_dim > 512 else (8, 4)
+    if case.heads:
+        heads, group = case.heads, case.group
     q_len = case.rows // group if case.rows > 16 else 1
     batch = 1 if case.few else 512
     config = splitkv.WorkspaceConfig(

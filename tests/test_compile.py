@@ -21,6 +21,7 @@ import pytest
 import torch
 import triton
 from compiling import GPUS, Case, Used, Worker
+from test_presets import LAYERS, Card
 
 from splitkv import tiles
 from splitkv.config import cdiv
@@ -32,6 +33,8 @@ SPILLED = 112
 """Bytes per thread that may spill where tiles are large, rows unaligned or rules many: registers around the loop."""
 SHARED_TREE_SPILLED = 128
 """Likewise of a tree in a call over shared keys, under Triton 3.9."""
+WIDE_ON_RDNA_SPILLED = 512
+"""Registers on gfx11, whose 256 per lane hold no tile of wider rows than 128, nor of converted ones."""
 FEW_SPILLED = 16
 """Likewise in plain decode, there outside the loop over keys, and in the other kernels."""
 
@@ -98,14 +101,15 @@ def faults(case: Case, used: Used) -> list[str]:
         found.append(f"{used.programs} programs need {shared} bytes of shared memory, of {target.sm_shared_memory}")
     warps = used.programs * used.num_warps
     if gpu.amd:
-        # Each of the four SIMDs has 512 registers per lane, shared by the waves on it.
-        needed, limit = cdiv(warps, 4) * cdiv(used.registers, 8) * 8, 512
+        needed, limit = cdiv(warps, 4) * cdiv(used.registers, 8) * 8, gpu.lane_registers
     else:
         needed, limit = warps * 32 * cdiv(used.registers, 8) * 8, target.registers
     if needed > limit or warps > gpu.max_warps:
         found.append(f"{used.programs} programs need {needed} registers, of {limit}, and {warps} warps")
     most = SHARED_TREE_SPILLED if {"shared", "tree"} <= set(case.rules) else SPILLED
     most = most // 4 if gpu.amd else most
+    if target.rdna and (case.head_dim > 128 or case.cache or used.rows > 16):
+        most = WIDE_ON_RDNA_SPILLED
     if case.cache or case.latent:
         most *= 2  # conversions that are no instructions, and results as wide as values
         if case.latent and used.rows == 64:
@@ -155,9 +159,14 @@ def product(arch: str) -> Iterator[Case]:
         yield Case(arch, dtype, k, v, rows, aligned, few, merge=dtype == "bfloat16")
 
 
+def half_of(arch: str) -> str:
+    """The 16-bit dtype that models have on a GPU."""
+    return "float16" if arch == "cuda:75" else "bfloat16"
+
+
 def covering(arch: str) -> Iterator[Case]:
     """Each tile configuration that a GPU gets for a width of 128, and the largest."""
-    half = "float16" if arch == "cuda:75" else "bfloat16"
+    half = half_of(arch)
     yield Case(arch, half, merge=arch in ("cuda:75", "cuda:90", "hip:gfx942"))
     if arch == "cuda:89":
         return  # as sm_86
@@ -249,7 +258,7 @@ E4M3, LATENT = "float8_e4m3fn", dict(head_dim=576, head_dim_v=512, layout="laten
 
 def formats(arch: str) -> Iterator[Case]:
     """Quantised caches and latent rows: conversions by instructions and without, and the tiles that they get."""
-    half = "float16" if arch == "cuda:75" else "bfloat16"
+    half = half_of(arch)
     yield Case(arch, half, cache=E4M3)
     if arch == "cuda:75":
         return
@@ -281,7 +290,7 @@ def test_formats_fit(compiler: Compiler, arch: str) -> None:
 
 @pytest.mark.parametrize("arch", GPUS if FULL else ["cuda:75", "cuda:90", "hip:gfx942"])
 def test_other_kernels_compile(compiler: Compiler, arch: str) -> None:
-    cases = [Case(arch, "float16" if arch == "cuda:75" else "bfloat16", others=True)]
+    cases = [Case(arch, half_of(arch), others=True)]
     [(_, answer)] = compiler.compile(cases)
     assert not isinstance(answer, str), answer
     assert {used.kernel for used in answer} == {
@@ -291,6 +300,29 @@ def test_other_kernels_compile(compiler: Compiler, arch: str) -> None:
         "stage_kernel", "bind_kernel", "advance_kernel",
     }  # fmt: skip
     assert not [fault for used in answer for fault in faults(cases[0], used)]
+
+
+def preset(arch: str, card: Card, layer: int) -> Case:
+    """A layer of a model: its geometry and rules, as in the README's table."""
+    rules = [name for name, on in (
+        ("window", card.window_of(layer)), ("softcap", card.softcap), ("sinks", card.sinks), ("alibi", card.alibi),
+    ) if on]  # fmt: skip
+    heads, group = card.num_kv_heads, card.num_q_heads // card.num_kv_heads
+    return Case(arch, half_of(arch), card.head_dim, rules=tuple(rules), heads=heads, group=group)
+
+
+def presets() -> Iterator[Case]:
+    """Every layer of every model on some GPU, and every GPU with some; with SPLITKV_FULL=1 all of them on all."""
+    for number, (card, layer) in enumerate(LAYERS):
+        for place, arch in enumerate(GPUS):
+            if FULL or number % len(GPUS) == place:
+                yield preset(arch, card, layer)
+
+
+def test_presets_fit(compiler: Compiler) -> None:
+    cases = list(presets())
+    assert {case.arch for case in cases} == set(GPUS) and len({str(case).split(" ", 2)[2] for case in cases}) >= 10
+    check(compiler, cases)
 
 
 # What is refused.
