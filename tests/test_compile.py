@@ -186,6 +186,7 @@ def covering(arch: str) -> Iterator[Case]:
 
 @pytest.mark.parametrize("arch", GPUS)
 def test_tiles_fit(compiler: Compiler, arch: str) -> None:
+    """Case 18: shared memory, registers and spills of the tiles that each GPU gets."""
     check(compiler, filter(fits, product(arch) if FULL else covering(arch)))
 
 

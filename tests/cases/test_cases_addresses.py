@@ -30,9 +30,14 @@ INF = math.inf
 @pytest.mark.parametrize(
     ("pages", "page_size", "heads", "width"), [(7769, 270, 8, 128), (2**20 + 2, 16, 1, 128)], ids=["7768", "2**20+1"]
 )
-def test_page_past_32_bits(device, cut, pages, page_size, heads, width):
-    """Case 9: the last page of a cache of more than 2³¹ elements: 7768 · 276480, (2²⁰ + 1) · 2048."""
-    cache = spacious(pages * page_size * heads * width, torch.float16, device).view(pages, page_size, heads, width)
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "odd"])
+def test_page_past_32_bits(device, cut, pages, page_size, heads, width, shift):
+    """Case 9: the last page of a cache of more than 2³¹ elements: 7768 · 276480, (2²⁰ + 1) · 2048.
+
+    Rows that are aligned are counted in steps of 16 bytes, others in elements, which outgrow 32 bits sooner.
+    """
+    pool = spacious(pages * page_size * heads * width + shift, torch.float16, device)
+    cache = pool[shift:].view(pages, page_size, heads, width)
     assert (pages - 1) * cache.stride(0) > 2**31 >= (pages - 2) * cache.stride(0)
     cache[0, :5], cache[-1, :5] = -1.0, 3.0
     kv = splitkv.PagedKV(cache, cache, ints([[pages - 1]], device), ints([5], device))
@@ -41,23 +46,24 @@ def test_page_past_32_bits(device, cut, pages, page_size, heads, width):
     assert_rows(result, 3.0, math.log(5))
 
 
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "odd"])
 @pytest.mark.parametrize("what", ["row", "token", "head"])
-def test_cache_stride_past_32_bits(device, what):
+def test_cache_stride_past_32_bits(device, what, shift):
     """Case 9: rows, tokens and heads of a cache that lie more than 2³¹ elements from its start."""
-    pool = spacious(2 * STEP + 64, torch.float16, device)
+    pool = spacious(2 * STEP + 65, torch.float16, device)[shift:]
     for place in range(3):
         pool[place * STEP : place * STEP + 64] = 1.0 + place
     q = torch.zeros(1, 1, 16, dtype=torch.float16, device=device)
     if what == "row":
-        cache = pool.as_strided((3, 4, 1, 16), (STEP, 16, 16, 1))
+        cache = pool.as_strided((3, 4, 1, 16), (STEP, 16, 16, 1), shift)
         kv = splitkv.ContiguousKV(cache, cache, ints([4], device), rows=ints([2], device))
         want, count = [[3.0]], 4
     elif what == "token":
-        cache = pool.as_strided((3, 1, 16), (STEP, 16, 1))
+        cache = pool.as_strided((3, 1, 16), (STEP, 16, 1), shift)
         kv = splitkv.RaggedKV(cache, cache, ints([0, 3], device))
         want, count = [[2.0]], 3
     else:
-        cache = pool.as_strided((1, 4, 3, 16), (64, 16, STEP, 1))
+        cache = pool.as_strided((1, 4, 3, 16), (64, 16, STEP, 1), shift)
         kv = splitkv.ContiguousKV(cache, cache, ints([4], device))
         q, want, count = q.expand(1, 3, 16), [[1.0, 2.0, 3.0]], 4
     for cut in (WHOLE, Cut(num_splits=2)):
