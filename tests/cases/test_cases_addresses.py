@@ -13,6 +13,7 @@ from support import (
     assert_rows,
     assert_values,
     attend,
+    config_for,
     each_way,
     index_probe,
     ints,
@@ -228,6 +229,7 @@ def test_layout_seen_second(device, layout, order, dtype):
         k = k.clamp(-1, 1)
         k[:, 17] = 16 * torch.sign(q[:, ::2])
         q = torch.sign(q[:, ::2]).repeat_interleave(2, dim=1)
+    served = None
     for way in order:
         lay = ways[way]
         if layout == "contiguous":
@@ -239,13 +241,19 @@ def test_layout_seen_second(device, layout, order, dtype):
         for cut in (WHOLE, Cut(num_splits=3)):
             result = attend(strided_q, kv, cut, given=way == "wider", sm_scale=width**-0.5)
             assert_cut(result, cut, 40, 40)
-            if dtype == torch.float16:
-                assert torch.equal(result.out, v[:, 17].repeat_interleave(2, dim=1))
-            else:
-                dense = splitkv.ContiguousKV(k, v, ints([40, 40], device))
-                out, lse = splitkv.reference.decode_with_lse(q, dense, dtype=torch.float64)
-                assert (result.out - out).abs().max() <= 1e-5 * out.abs().max()
-                assert_values(result.lse, lse.cpu(), zero=1e-5)
+            outs = [result.out]
+            if cut == WHOLE:
+                # Once more in a workspace that has served the layouts before.
+                served = served or splitkv.Workspace.allocate(config_for(q, kv, cut), device)
+                outs.append(splitkv.decode(strided_q, kv, served, num_splits=1, sm_scale=width**-0.5))
+            for got in outs:
+                if dtype == torch.float16:
+                    assert torch.equal(got, v[:, 17].repeat_interleave(2, dim=1))
+                else:
+                    dense = splitkv.ContiguousKV(k, v, ints([40, 40], device))
+                    out, lse = splitkv.reference.decode_with_lse(q, dense, dtype=torch.float64)
+                    assert (got - out).abs().max() <= 1e-5 * out.abs().max()
+                    assert_values(result.lse, lse.cpu(), zero=1e-5)
 
 
 def test_layouts_of_other_kinds(device):
