@@ -21,7 +21,7 @@ SMALL = not COMPILED
 SEEDS = [1000 + form + fuzz.FORMS * turn for turn in range(30) for form in range(10)]
 """Of ten forms: another one takes a GPU seconds to compile, and the interpreter none."""
 if not COMPILED:
-    SEEDS = [*range(1000, 1000 + min(12, settings().max_examples))]
+    SEEDS = [*range(1000, 1000 + min(9, settings().max_examples))]
 
 
 def test_problems_from_seeds_hold():
