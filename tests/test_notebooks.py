@@ -15,9 +15,14 @@ def run_notebook(path: Path) -> Any:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     notebook = nbformat.read(path, as_version=4)
-    # Without the times of each cell, so that running a notebook again changes only what its outputs change.
+    # Without the times of each cell, and with what a cell prints in one piece, so that running a notebook again changes
+    # only what its outputs change.
     client = nbclient.NotebookClient(
-        notebook, timeout=300, record_timing=False, resources={"metadata": {"path": str(path.parent)}}
+        notebook,
+        timeout=300,
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(path.parent)}},
     )
     return client.execute()
 
