@@ -16,9 +16,11 @@ from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch, Rectangle
 
 from splitkv import WorkspaceConfig
-from splitkv.bench.plot import FAINT, INK, OURS, PAPER, PEERS
+from splitkv.bench.plot import FAINT, INK, MARKERS, OURS, PAPER, PEERS
 from splitkv.config import cdiv
 from splitkv.schedule import Partition, Request
+
+__all__ = ["FAINT", "INK", "MARKERS", "OURS", "PAPER"]
 
 COLOURS = (OURS, *PEERS)
 PALE = "#E8EDF2"  # what is hidden, or free
@@ -29,7 +31,7 @@ def use_style() -> None:
     plt.rcParams.update(
         {
             "figure.facecolor": PAPER,
-            "figure.dpi": 110,
+            "figure.dpi": 100,
             "figure.figsize": (9, 3.6),
             "figure.constrained_layout.use": True,
             "savefig.facecolor": PAPER,
