@@ -139,12 +139,19 @@ def draw_pages(
     )
 
 
+def loads(partition: Partition, lens: Sequence[int]) -> list[int]:
+    """Keys that each program of one KV head attends."""
+    keys = [0] * partition.shares
+    for stretch in partition.stretches([Request(length) for length in lens]):
+        keys[stretch.share] += stretch.tokens
+    return keys
+
+
 def draw_shares(
     partition: Partition,
     lens: Sequence[int],
     axes: Any = None,
     title: str = "",
-    unit: int = 1,
     name_requests: bool = True,
 ) -> None:
     """Which keys each program of one KV head attends: a row per program, a colour per request.
@@ -155,23 +162,22 @@ def draw_shares(
     rows = partition.shares
     if axes is None:
         _, axes = plt.subplots(figsize=(9, 1.2 + 0.26 * min(rows, 16)))
-    filled = [0.0] * rows
+    filled = [0] * rows
     edge = 0.8 if rows <= 40 else 0.2
     for stretch in partition.stretches(requests):
         if not stretch.tokens:
             continue
-        size = stretch.tokens / unit
         axes.barh(
-            stretch.share, size, left=filled[stretch.share], height=0.84, color=colour(stretch.request),
+            stretch.share, stretch.tokens, left=filled[stretch.share], height=0.84, color=colour(stretch.request),
             edgecolor=PAPER, linewidth=edge, hatch="///" if stretch.slot is not None and rows <= 40 else None,
         )  # fmt: skip
-        filled[stretch.share] += size
+        filled[stretch.share] += stretch.tokens
     mean = sum(filled) / rows
     axes.axvline(mean, color=INK, linewidth=1.2, linestyle="--")
     axes.set_ylim(rows - 0.4, -0.6)
     axes.set_xlim(0, max(filled) * 1.05 or 1)
     axes.set_ylabel("program")
-    axes.set_xlabel("keys attended" if unit == 1 else f"keys attended (× {unit})")
+    axes.set_xlabel("keys attended")
     axes.grid(False, axis="y")
     busiest = max(filled) / mean if mean else 1.0
     axes.set_title(f"{title}\nbusiest program: {busiest:.2f} × the mean (dashed)" if title else "")

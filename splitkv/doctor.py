@@ -128,8 +128,16 @@ def small_decode(device: torch.device) -> str | None:
     )
 
 
-def make_plan(sizes: Sizes, device: torch.device) -> tuple[splitkv.WorkspaceConfig, tuple[Launch, ...]]:
+def make_plan(
+    sizes: Sizes, device: torch.device, target: tiles.Target | None = None, max_splits: int | None = None
+) -> tuple[splitkv.WorkspaceConfig, tuple[Launch, ...]]:
     """The workspace's config and the launches of such a decode call, over a cache that is one page seen many times.
+
+    Args:
+        sizes: The call.
+        device: Where its tensors are made. Nothing is launched.
+        target: The GPU that it is planned for, which need not be here; None: the device.
+        max_splits: As for `splitkv.WorkspaceConfig`.
 
     Raises:
         TypeError, ValueError: what decode or the config refuses.
@@ -139,6 +147,7 @@ def make_plan(sizes: Sizes, device: torch.device) -> tuple[splitkv.WorkspaceConf
         sizes.num_q_heads,
         sizes.num_kv_heads,
         sizes.head_dim,
+        max_splits=max_splits,  # type: ignore[arg-type]
         split_tokens=sizes.split_tokens,
         dtype=sizes.dtype,
     )
@@ -153,6 +162,8 @@ def make_plan(sizes: Sizes, device: torch.device) -> tuple[splitkv.WorkspaceConf
     )
     q = torch.zeros(len(sizes.lens), sizes.num_q_heads, sizes.head_dim, dtype=sizes.dtype, device=device)
     workspace = splitkv.Workspace.allocate(config, device)
+    if target is not None:
+        workspace.target = target
     return config, plan_decode(q, kv, workspace, num_splits=sizes.num_splits).launches
 
 
