@@ -208,3 +208,33 @@ def draw_mask(mask: torch.Tensor, axes: Any, title: str = "", first_query: int |
         axes.axvline(first_query - 0.5, color=PEERS[0], linewidth=2)
     axes.set_title(title)
     axes.set_xlabel("key")
+
+
+def draw_tree(parents: Sequence[int], axes: Any, title: str = "") -> None:
+    """A tree of draft tokens, root to the left, from each node's parent (-1: a root)."""
+    bare(axes)
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    places: dict[int, tuple[float, float]] = {}
+    leaves = 0
+
+    def place(node: int, depth: int) -> float:
+        nonlocal leaves
+        heights = [place(child, depth + 1) for child in children.get(node, [])]
+        if not heights:
+            leaves += 1
+        y = sum(heights) / len(heights) if heights else 1.0 - leaves
+        places[node] = depth, y
+        return y
+
+    for root in children[-1]:
+        place(root, 0)
+    for node, parent in enumerate(parents):
+        x, y = places[node]
+        if parent >= 0:
+            axes.plot([places[parent][0], x], [places[parent][1], y], color=FAINT, zorder=1)
+        axes.scatter(x, y, s=420, color=OURS, zorder=2)
+        axes.text(x, y, str(node), color=PAPER, ha="center", va="center", zorder=3)
+    axes.margins(0.12, 0.2)
+    axes.set_title(title)
