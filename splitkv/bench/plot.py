@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,19 @@ from splitkv.bench.table import rivals, size_text
 OURS = "#0072B2"
 PEERS = ("#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8C8C00", "#555555")
 MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">")
+KNOWN = (
+    "SDPA",
+    "fa3",
+    "sglang_triton",
+    "vllm_triton",
+    "XQA (listed)",
+    "FlashInfer (listed)",
+    "FlexAttention",
+    "flashmla",
+)
+"""Peers that look the same in every plot."""
 INK, PAPER, FAINT = "#1a1a1a", "#ffffff", "#8a8a8a"
+LABEL_TBS = 0.13  # TB/s that labels of neighbours are apart, at least
 
 
 def figure(record: Record, figures: Figures | None = None) -> Any:
@@ -38,8 +51,9 @@ def figure(record: Record, figures: Figures | None = None) -> Any:
         axes.set_axisbelow(True)
         for spine in axes.spines.values():
             spine.set_color(FAINT)
-    _against_limit(left, timed, record, figures)
-    _bandwidth(right, timed)
+    against_limit(left, timed, record, figures)
+    # Variants of a cell, such as other page sizes, lie where the cell itself does.
+    _bandwidth(right, [m for m in timed if m.label == m.cell.name] or timed)
     gpus = sorted({str(record.runs[m.run].get("gpu")) for m in timed}) if record.runs else []
     versions = sorted({f"torch {r['versions']['torch']}, Triton {r['versions']['triton']}" for r in record.runs})
     picture.suptitle("splitkv decode on " + ", ".join(gpus) + f" ({'; '.join(versions)})", color=INK, fontsize=12)
@@ -56,14 +70,17 @@ def _ours_us(measured: Measured) -> float | None:
     return best[1].us if best else None
 
 
-def _against_limit(axes: Any, timed: list[Measured], record: Record, figures: Figures | None) -> None:
+def against_limit(axes: Any, timed: list[Measured], record: Record, figures: Figures | None = None) -> None:
+    """Draw every time of these cells, each with a time and a limit, over the cell's limit."""
     names = list(dict.fromkeys(name for m in timed for name in rivals(m, record, figures)))
+    looks = {name: n for n, name in enumerate((*KNOWN, *(name for name in names if name not in KNOWN)))}
     places = range(len(timed))
     what = "a pure read of the same bytes" + (
         ", or a product of as many operations" if any(m.bound == "arithmetic" for m in timed) else ""
     )
     axes.axvline(1.0, color=INK, linewidth=1.5, linestyle="--", label=f"limit: {what}")
-    for n, name in enumerate(names):
+    for name in sorted(names, key=looks.__getitem__):
+        n = looks[name]
         points = [
             (timing.us / m.sol_us, y)
             for y, m in zip(places, timed, strict=True)
@@ -117,18 +134,39 @@ def _bandwidth(axes: Any, timed: list[Measured]) -> None:
         if len(line) > 1:
             xs, ys = zip(*sorted(line), strict=True)
             axes.plot(xs, ys, color=OURS, linewidth=1.2, zorder=2)
-    for k, (x, y, m) in enumerate(sorted(ours, key=lambda point: (point[0], point[1]))):
-        below = k % 2 == 1
+    for x, y, place, text in _spread_labels([(x, y, m.label) for x, y, m in ours], LABEL_TBS):
+        leader = {"arrowstyle": "-", "color": FAINT, "linewidth": 0.6} if abs(place - y) > LABEL_TBS / 2 else None
         axes.annotate(
-            m.label, (x, y), xytext=(5, -10 if below else 5), textcoords="offset points", fontsize=7, color=INK
+            text, (x, y), xytext=(x * 1.14, place), fontsize=7, color=INK, verticalalignment="center", arrowprops=leader
         )
     axes.set_xscale("log", base=2)
     lengths = sorted({m.cell.mean_len for m in timed})
     low, high = min(lengths).bit_length() - 1, max(lengths).bit_length()
     ticks = [2**n for n in range(low, high + 1)]
     axes.set_xticks(ticks, [f"{t // 1024}k" if t >= 1024 else str(t) for t in ticks])
+    axes.set_xlim(2 ** (low - 0.5), 2 ** (high + 0.7))
     axes.set_ylim(bottom=0)
     axes.set_xlabel("KV tokens per request (mean of the cell, log scale)", color=INK)
     axes.set_ylabel("KV bytes read per second (TB/s)", color=INK)
     axes.set_title("Bandwidth against length", color=INK)
     axes.legend(loc="lower right", fontsize=8, facecolor=PAPER, edgecolor=FAINT, labelcolor=INK)
+
+
+def _spread_labels(points: list[tuple[float, float, str]], distance: float) -> list[tuple[float, float, float, str]]:
+    """(x, y, y of the label, label) of every point: labels at about the same x lie at least so far apart.
+
+    >>> _spread_labels([(4096, 1.0, "a"), (4100, 1.1, "b"), (64, 1.1, "c")], 0.5)
+    [(64, 1.1, 1.1, 'c'), (4096, 1.0, 0.8, 'a'), (4100, 1.1, 1.3, 'b')]
+    """
+    placed = []
+    columns: dict[int, list[tuple[float, float, str]]] = {}
+    for point in sorted(points):
+        columns.setdefault(round(math.log2(point[0])), []).append(point)
+    for column in columns.values():
+        column.sort(key=lambda point: point[1])
+        places: list[float] = []
+        for _, y, _ in column:
+            places.append(max(y, places[-1] + distance) if places else y)
+        back = sum(place - y for place, (_, y, _) in zip(places, column, strict=True)) / len(column)
+        placed += [(x, y, round(place - back, 6), text) for place, (x, y, text) in zip(places, column, strict=True)]
+    return placed
