@@ -262,6 +262,15 @@ def decode_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """As `decode`, and also returns the log-sum-exp.
 
+    >>> import torch, splitkv
+    >>> config = splitkv.WorkspaceConfig(2, num_q_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16)
+    >>> k, v = torch.zeros(2, 2, 40, 2, 64, dtype=torch.float16)
+    >>> kv = splitkv.ContiguousKV(k, v, torch.tensor([40, 0], dtype=torch.int32))
+    >>> q, workspace = torch.randn(2, 4, 64, dtype=torch.float16), splitkv.Workspace.allocate(config, device="cpu")
+    >>> out, lse = splitkv.decode_with_lse(q, kv, workspace)
+    >>> lse[:, 0].exp().round()  # scores of 0: the number of keys
+    tensor([40.,  0.])
+
     Args:
         q, kv, workspace and all others: As for `decode`.
 
@@ -512,6 +521,13 @@ def warmup(q: Tensor, kv: KVView, workspace: Workspace, **rules: Any) -> None:
 
 def supports(q: Tensor, kv: KVView, workspace: Workspace, **rules: Any) -> str | None:
     """Why `decode` would refuse this call, or None. Launches nothing.
+
+    >>> import torch, splitkv
+    >>> config = splitkv.WorkspaceConfig(2, num_q_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16)
+    >>> k, v = torch.zeros(2, 2, 40, 2, 64, dtype=torch.float16)
+    >>> kv = splitkv.ContiguousKV(k, v, torch.tensor([40, 17], dtype=torch.int32))
+    >>> splitkv.supports(torch.zeros(2, 4, 64), kv, splitkv.Workspace.allocate(config, device="cpu"))
+    'q: expected torch.float16, given torch.float32'
 
     Args:
         q, kv, workspace, **rules: As for `decode`; with group_ids and prefix_lens, as for `decode_shared_prefix`.

@@ -50,6 +50,12 @@ class Exchange:
 
     Partial results travel in float32, an output and its log-sum-exp side by side.
 
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # one of n processes
+    >>> exchange = Exchange.allocate(WorkspaceConfig(2, num_q_heads=4, num_kv_heads=2, head_dim=64), "cpu")
+    >>> exchange.rank, exchange.size, exchange.sent.shape
+    (0, 1, torch.Size([576]))
+    >>> dist.destroy_process_group()
+
     Attributes:
         config: The `WorkspaceConfig` that it was sized by, the same on all ranks.
         group: The process group.

@@ -643,6 +643,12 @@ class PagedKV(KVView):
     ) -> PagedKV:
         """A view from FlashInfer's form of a page table; lengths are derived on the device.
 
+        >>> k_cache = torch.zeros(8, 16, 2, 64); v_cache = torch.zeros(8, 16, 2, 64)
+        >>> indptr, indices = torch.tensor([0, 2, 3], dtype=torch.int32), torch.tensor([3, 1, 0], dtype=torch.int32)
+        >>> kv = PagedKV.from_csr(k_cache, v_cache, indptr, indices, torch.tensor([4, 7], dtype=torch.int32))
+        >>> kv.lengths(2)
+        [20, 7]
+
         Args:
             k_cache, v_cache: As for PagedKV.
             page_indptr: [≥ batch + 1] int32, prefix sums of pages per request.

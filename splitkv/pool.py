@@ -89,11 +89,23 @@ class PagePool:
         return len(self._free_pages)
 
     def seq_len(self, request: Hashable) -> int:
-        """The request's tokens, without what is only reserved."""
+        """The request's tokens, without what is only reserved.
+
+        >>> pool = PagePool(num_pages=8, page_size=4, max_requests=2, max_pages=4)
+        >>> pool.admit("a", 6, reserve=4)
+        >>> pool.seq_len("a"), pool.pages("a")
+        (6, (0, 1, 2))
+        """
         return self._entry(request).seq_len
 
     def pages(self, request: Hashable) -> tuple[int, ...]:
-        """The request's pages, those that are only reserved included."""
+        """The request's pages, those that are only reserved included.
+
+        >>> pool = PagePool(num_pages=8, page_size=4, max_requests=2, max_pages=4)
+        >>> pool.admit("a", 6)
+        >>> pool.pages("a")
+        (0, 1)
+        """
         return tuple(self._entry(request).pages)
 
     def admit(self, request: Hashable, seq_len: int, *, reserve: int = 0) -> None:

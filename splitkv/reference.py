@@ -222,6 +222,13 @@ def decode_with_lse(
 
     workspace and num_splits, which never change what is computed, are taken so that calls can be exchanged.
 
+    >>> import splitkv
+    >>> k, v = torch.zeros(1, 5, 2, 16), torch.arange(5.0).repeat_interleave(32).view(1, 5, 2, 16)
+    >>> kv = splitkv.ContiguousKV(k, v, torch.tensor([5], dtype=torch.int32))
+    >>> out, lse = decode_with_lse(torch.zeros(1, 4, 16), kv, dtype=torch.float64)
+    >>> round(out[0, 0, 0].item(), 6), round(lse[0, 0].exp().item())  # scores of 0: the mean, and the number of keys
+    (2.0, 5)
+
     Args:
         dtype: Compute in this dtype and return out and lse in it; None: compute in float32, return out like q, lse
             float32.
@@ -305,6 +312,10 @@ def merge(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`splitkv.merge` in plain PyTorch. Arguments as for that.
+
+    >>> outs, lses = torch.tensor([[[2.0]], [[4.0]]]), torch.zeros(2, 1)
+    >>> merge(outs, lses)
+    (tensor([[3.]]), tensor([0.6931]))
 
     Args:
         dtype: Compute in this dtype and return it; None: compute in float32, return out like outs, lse float32.

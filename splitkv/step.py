@@ -193,6 +193,11 @@ class StepState:
     def from_buffer(cls, config: StepConfig, page_table: Tensor, page_size: int, buffer: Tensor) -> StepState:
         """Lay the buffers over one caller-supplied tensor.
 
+        >>> config, table = StepConfig(max_batch_size=4), torch.full((8, 4), -1, dtype=torch.int32)
+        >>> buffer = aligned_bytes(config.nbytes, "cpu")
+        >>> StepState.from_buffer(config, table, page_size=16, buffer=buffer).inc
+        tensor([0, 1, 2, 3, 4], dtype=torch.int32)
+
         Args:
             config, page_table, page_size: As for `allocate`.
             buffer: [≥ config.nbytes] uint8, contiguous, its start aligned to 256 bytes. Its content is overwritten.
@@ -592,6 +597,11 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
 
     def fill_input_ids_from_device(self, tokens: Tensor) -> Tensor:
         """Copy token ids that lie on the device into input_ids. One launch, which a CUDA graph can hold.
+
+        >>> table = torch.zeros(2, 4, dtype=torch.int32)
+        >>> step = StepState.allocate(StepConfig(2), table, page_size=4, device="cpu")
+        >>> step.fill_input_ids_from_device(torch.tensor([5, 6]))
+        tensor([5, 6])
 
         Args:
             tokens: [≤ max_total_q] of an integer dtype on the state's device, any stride, such as a sampler's result.

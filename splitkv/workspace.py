@@ -203,6 +203,11 @@ class Workspace:
     def from_buffer(cls, config: WorkspaceConfig, buffer: Tensor) -> Workspace:
         """Lay the buffers over one caller-supplied tensor.
 
+        >>> config = WorkspaceConfig(max_batch_size=2, num_q_heads=4, num_kv_heads=2, head_dim=64)
+        >>> buffer = aligned_bytes(config.nbytes, "cpu")  # memory from elsewhere, such as an engine's own pool
+        >>> Workspace.from_buffer(config, buffer).partial_out.data_ptr() == buffer.data_ptr()
+        True
+
         Args:
             config: The capacity.
             buffer: [≥ config.nbytes] uint8, contiguous, its start aligned to 256 bytes. Its content is irrelevant.

@@ -1,6 +1,7 @@
 """ARGUMENTS.md has every public argument, with its default, and calls refuse what it says that they refuse."""
 
 import dataclasses
+import doctest
 import inspect
 import math
 import re
@@ -300,3 +301,19 @@ def test_tensors_of_another_dtype_or_rank_are_refused(call: str, name: str, devi
 def test_most_of_the_page_is_tried() -> None:
     """A page whose tables could not be read any more would make the tests above pass by doing nothing."""
     assert len(list(refusals())) > 90 and len(list(tensor_arguments())) > 60
+
+
+@pytest.mark.parametrize("call", sorted(CALLS))
+def test_every_call_has_an_example(call: str) -> None:
+    """In its own docstring, or calling it in that of its class. All of them run as doctests."""
+    owner, _, method = call.rpartition(".")
+    if any(example.source for example in examples(CALLS[call])):
+        return
+    holder: Any = splitkv
+    for name in owner.split("."):
+        holder = getattr(holder, name)
+    assert any(f".{method}(" in example.source for example in examples(holder))
+
+
+def examples(of: object) -> list[doctest.Example]:
+    return doctest.DocTestParser().get_examples(inspect.getdoc(of) or "")
