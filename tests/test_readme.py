@@ -12,6 +12,7 @@ from splitkv import testing
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+NOTEBOOKS = [str(path.relative_to(ROOT)) for path in ROOT.glob("notebooks/*.ipynb")]
 BLOCKS = list(re.finditer(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL))
 
 
@@ -44,6 +45,26 @@ def test_the_parts_merge_into_the_whole(left: list[dict[str, Any]]) -> None:
     testing.expect(names["q"], whole).check(names["merged"], names["lse"])
 
 
-def test_files_that_the_readme_links_to_exist() -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", README)
-    assert links and all((ROOT / link).exists() for link in links)
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "ARGUMENTS.md", *sorted(NOTEBOOKS)])
+def test_files_that_a_page_links_to_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (ROOT / page).parent.joinpath(link).exists(), link
+
+
+def test_every_notebook_is_in_the_readme() -> None:
+    assert NOTEBOOKS and all(f"]({page})" in README for page in NOTEBOOKS)
+
+
+def test_names_that_contributing_gives_exist() -> None:
+    """Of files, and of what stands in them: whoever renames one finds the page that speaks of it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    text = text[text.index("## Where things are added") :]
+    sources = "".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("splitkv/**/*.py")))
+    names = set(re.findall(r"`([\w./]+)`", text)) - {"make"}
+    assert len(names) > 40
+    for name in names:
+        if "/" in name or name.endswith(".py"):
+            assert (ROOT / name).exists() or any(ROOT.glob(f"splitkv/**/{name}")), name
+        else:
+            assert re.search(rf"\b{name.rpartition('.')[2]}\b", sources), name
