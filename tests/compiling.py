@@ -27,6 +27,7 @@ import torch
 
 import splitkv
 from splitkv import api, append, masks, step, work_list
+from splitkv.compat import flash_attention
 from splitkv.config import StepConfig
 from splitkv.kernels import prepared, read
 from splitkv.tiles import Target
@@ -295,7 +296,7 @@ def other_launches(case: Case) -> Iterator[api.Launch]:
         recorded.append(api.Launch(kernel, grid, dict(operands), dict(constants), num_warps, dependent, max_registers))
 
     dtype = getattr(torch, case.dtype)
-    modules = (api, append, masks, prepared, read, step, work_list)
+    modules = (api, append, flash_attention, masks, prepared, read, step, work_list)
     with mock.patch.multiple(splitkv._interpreter, why_not=lambda _: None):
         patches = [mock.patch.object(module, "launch", record) for module in modules if hasattr(module, "launch")]
         for patch in patches:
@@ -318,6 +319,10 @@ def other_launches(case: Case) -> Iterator[api.Launch]:
                     )
                     splitkv.append_kv(new, new, kv, _empty(4))
                     splitkv.move_kv(kv, _empty(4), _empty(4))
+            for indptr, rows, table in ((None, None, None), (_empty(5), _empty(4), _empty(4, 4))):
+                tokens = new if table is not None else new.unsqueeze(1)
+                appended = flash_attention.NewTokens(tokens, tokens, indptr, 4, kv.k, kv.v)
+                appended.write(kv, _empty(4), rows, table, _empty(4), 64)
             listed = splitkv.Schedule.allocate(splitkv.WorkspaceConfig(4, 32, 8, 128, dtype=dtype), "meta")
             listed.target = case.gpu.target
             listed.update(kv)

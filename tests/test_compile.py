@@ -298,7 +298,7 @@ def test_other_kernels_compile(compiler: Compiler, arch: str) -> None:
         "merge_kernel", "append_kernel", "move_kernel", "attention_mask_kernel", "position_mask_kernel", "read_kernel",
         "pack_tree_mask_kernel", "tree_mask_from_parents_kernel",
         "work_list_kernel",
-        "stage_kernel", "bind_kernel", "advance_kernel",
+        "stage_kernel", "bind_kernel", "advance_kernel", "new_tokens_kernel",
     }  # fmt: skip
     assert not [fault for used in answer for fault in faults(cases[0], used)]
 

@@ -312,7 +312,7 @@ def _flash_attention(
         rules["lse"] = lse.transpose(-2, -1)
     appended = None
     if k is not None or v is not None:
-        appended = _NewTokens(k, v, cu_seqlens_k_new, batch, k_cache, v_cache)
+        appended = NewTokens(k, v, cu_seqlens_k_new, batch, k_cache, v_cache)
         total_lens = torch.empty(batch, dtype=torch.int32, device=device)
     elif cu_seqlens_k_new is not None:
         raise ValueError("cu_seqlens_k_new: expected None without k and v, given a tensor")
@@ -338,7 +338,7 @@ def _flash_attention(
     return out if lse is None else (out, lse)
 
 
-class _NewTokens:
+class NewTokens:
     """k and v of a call that appends, checked."""
 
     def __init__(
