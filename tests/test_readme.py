@@ -1,5 +1,6 @@
 """Every Python block of README.md runs, in order, and does what the text says."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def left() -> list[dict[str, Any]]:
 
 
 def test_every_python_block_is_run() -> None:
-    assert len(BLOCKS) == README.count("```python") == 2
+    assert len(BLOCKS) == README.count("```python") == 7
 
 
 def test_the_example_decodes(left: list[dict[str, Any]]) -> None:
@@ -43,6 +44,24 @@ def test_the_parts_merge_into_the_whole(left: list[dict[str, Any]]) -> None:
     names = left[1]
     whole = splitkv.ContiguousKV(names["k"], names["v"], 2 * names["lens"])
     testing.expect(names["q"], whole).check(names["merged"], names["lse"])
+
+
+@pytest.mark.parametrize("block", range(2, 7), ids=["FlashAttention", "FlashInfer", "SGLang", "vLLM", "AstrAI"])
+def test_calls_of_other_libraries_become_these(left: list[dict[str, Any]], block: int) -> None:
+    names = left[block]
+    caches, lens, table = (names["k_cache"], names["v_cache"]), names["seq_lens"], names["page_table"]
+    if block == 6:
+        caches = tuple(names[name].view(64, 16, 8, 128) for name in ("k_buffer", "v_buffer"))
+    if block in (4, 6):
+        rows = names["req_pool_indices"]
+        lens, table = lens[rows], table[rows]
+    expected = testing.expect(names["q"][: len(lens)], splitkv.PagedKV(*caches, table, lens))
+    expected.check(names["out"].view_as(expected.out), names["lse2"] * math.log(2) if block == 3 else None)
+    if block == 6:
+        last = [int(table[b, (n - 1) // 16]) * 16 + (n - 1) % 16 for b, n in enumerate(lens.tolist())]
+        assert torch.equal(names["k_buffer"][last], names["new_k"]) and torch.equal(
+            names["v_buffer"][last], names["new_v"]
+        )
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "ARGUMENTS.md", *sorted(NOTEBOOKS)])
