@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import ints, masked, view_of
+from conftest import COMPILED
+from support import ints, masked, no_synchronisation, view_of
 from torch import Tensor
 
 import splitkv
@@ -600,6 +601,7 @@ def given_to_decode(monkeypatch: pytest.MonkeyPatch, call: Callable[..., Any], *
 
 
 CPU = torch.device("cpu")
+needs_no_gpu = pytest.mark.skipif(COMPILED, reason="calls with CPU tensors: run it with TRITON_INTERPRET=1")
 WORKSPACE, OTHER = (
     splitkv.Workspace.allocate(
         splitkv.WorkspaceConfig(2, 4, 2, DIM, DIM_V, max_total_q=total_q, dtype=torch.float32), CPU
@@ -734,6 +736,7 @@ def fa_calls(name: str) -> list[Callable[..., Any]]:
     return [THEIRS[of][0] for of in ("2", "3") if name in inspect.signature(THEIRS[of][0]).parameters]
 
 
+@needs_no_gpu
 @pytest.mark.parametrize("name", FA_HONOURED)
 def test_decode_is_told_what_flash_attention_is_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     base, change = FA_HONOURED[name]
@@ -746,6 +749,7 @@ def test_decode_is_told_what_flash_attention_is_given(name: str, monkeypatch: py
         assert before != after
 
 
+@needs_no_gpu
 def test_rotary_interleaved_means_nothing_without_rotary_cos(monkeypatch: pytest.MonkeyPatch) -> None:
     for function in fa_calls("rotary_interleaved"):
         call = small(CPU, workspace=WORKSPACE)
@@ -753,6 +757,7 @@ def test_rotary_interleaved_means_nothing_without_rotary_cos(monkeypatch: pytest
         assert plain == given_to_decode(monkeypatch, function, **call, **FA_VOID)
 
 
+@needs_no_gpu
 @pytest.mark.parametrize("name", FA_REFUSED)
 def test_what_flash_attention_may_not_be_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for changes, message in FA_REFUSED[name]:
@@ -767,6 +772,7 @@ def test_what_flash_attention_may_not_be_given(name: str, monkeypatch: pytest.Mo
             assert torch.equal(call["k_cache"].float(), before.float())
 
 
+@needs_no_gpu
 def test_nothing_is_appended_for_a_call_that_is_refused() -> None:
     call = small(CPU, **NEW, out=torch.empty(1))
     before = call["k_cache"].clone()
@@ -989,6 +995,7 @@ def test_each_argument_is_documented_and_tested() -> None:
         assert (honoured, void, refused) == expected_by.get(status, (True, False, refused)), (of, name)
 
 
+@needs_no_gpu
 @pytest.mark.parametrize("key", FI_HONOURED, ids=".".join)
 def test_decode_is_told_what_flashinfer_is_given(key: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     of, _ = key
@@ -1004,12 +1011,14 @@ def test_decode_is_told_what_flashinfer_is_given(key: tuple[str, str], monkeypat
     assert before != after
 
 
+@needs_no_gpu
 @pytest.mark.parametrize("key", FI_VOID, ids=".".join)
 def test_what_means_nothing_to_flashinfers_calls(key: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = given_to_decode(monkeypatch, FLASHINFER)
     assert plain == given_to_decode(monkeypatch, FLASHINFER.changed(key[0], FI_VOID[key]))
 
 
+@needs_no_gpu
 @pytest.mark.parametrize("key", FI_REFUSED, ids=".".join)
 def test_what_flashinfers_calls_may_not_be_given(key: tuple[str, str]) -> None:
     of, name = key
@@ -1031,3 +1040,110 @@ def test_the_host_waits_for_copies_if_asked(non_blocking: bool, monkeypatch: pyt
     wrapper = compat.BatchDecodeWithPagedKVCacheWrapper(SCRATCH, **BUFFERS)
     wrapper.plan(**FLASHINFER.plan, non_blocking=non_blocking)
     assert told == [non_blocking] * 3
+
+
+@needs_no_gpu
+def test_values_are_checked_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPLITKV_DEBUG", "1")
+    call = small(CPU, **NEW)
+    out, lse = flash_attn_with_kvcache(**call)
+    kv = splitkv.ContiguousKV(call["k_cache"], call["v_cache"], ints_of(11, 6))
+    testing.expect(call["q"], kv, causal=False).check(out, lse.transpose(1, 2))
+    before = call["k_cache"].clone()
+    with pytest.raises(ValueError, match=r"^seq_lens: .*given 13 in row 1"):
+        flash_attn_with_kvcache(**call | dict(cache_seqlens=ints_of(9, 13)))
+    assert torch.equal(call["k_cache"], before)
+    with pytest.raises(ValueError, match=r"^max_seqlen_q: expected at least 3, as cu_seqlens_q says, given 2"):
+        flash_attn_3_with_kvcache(**small(CPU, **RAGGED | dict(max_seqlen_q=2)))
+
+
+# What only a GPU can show.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_workspace", [True, False])
+def test_a_graph_that_appends_and_attends_is_right_for_other_lengths(
+    with_workspace: bool, device: torch.device
+) -> None:
+    batch, heads, page_size, columns = 3, (8, 2), 16, 40
+    table = torch.randperm(batch * columns).int().view(batch, columns).to(device)
+    k_cache, v_cache = torch.randn(2, batch * columns, page_size, heads[1], 64, device=device).bfloat16()
+    q = torch.randn(batch, 2, heads[0], 64, device=device).bfloat16()
+    new = torch.randn(2, batch, 2, heads[1], 64, device=device).bfloat16()
+    lens = ints([5, 600, 0], device)
+    config = splitkv.WorkspaceConfig(batch, *heads, 64, max_total_q=2 * batch)
+    workspace = splitkv.Workspace.allocate(config, device) if with_workspace else None
+
+    def call() -> Any:
+        return flash_attn_with_kvcache(
+            q, k_cache, v_cache, *new, cache_seqlens=lens, block_table=table, causal=True, return_softmax_lse=True,
+            workspace=workspace,
+        )  # fmt: skip
+
+    call()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = call()
+    for now in ([5, 600, 0], [0, 0, 0], [638, 17, 15], [40, 1, 300]):
+        lens.copy_(ints(now, device))
+        q.normal_()
+        new.normal_()
+        graph.replay()
+        kv = splitkv.PagedKV(k_cache, v_cache, table, ints([n + 2 for n in now], device))
+        testing.expect(q, kv).check(out, lse.transpose(1, 2), now)
+        for b, n in enumerate(now):
+            for cache, tokens in ((k_cache, new[0]), (v_cache, new[1])):
+                for t in range(2):
+                    place = int(table[b, (n + t) // page_size]), (n + t) % page_size
+                    assert torch.equal(cache[place], tokens[b, t])
+
+
+@pytest.mark.gpu
+def test_a_graph_of_run_is_right_after_the_next_plan(device: torch.device) -> None:
+    heads, page_size, pages = (8, 2), 16, 120
+    cache = torch.randn(pages, 2, page_size, heads[1], 64, device=device).bfloat16()
+    q = torch.randn(3, heads[0], 64, device=device).bfloat16()
+    buffers = [torch.zeros(n, dtype=torch.int32, device=device) for n in (4, pages, 3)]
+    wrapper = compat.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(buffer(device, 2**25), *buffers)
+
+    def plan(lens: list[int]) -> splitkv.PagedKV:
+        counts = [-(-n // page_size) for n in lens]
+        indptr = ints_of(0, *itertools.accumulate(counts))
+        indices = torch.randperm(pages)[: sum(counts)].int()
+        tails = ints_of(*(n - (count - 1) * page_size if count else 1 for n, count in zip(lens, counts, strict=True)))
+        wrapper.plan(indptr, indices, tails, *heads, 64, page_size, q_data_type=torch.bfloat16)
+        torch.cuda.synchronize()
+        return splitkv.PagedKV.from_csr(
+            cache[:, 0], cache[:, 1], *(tensor.to(device) for tensor in (indptr, indices, tails))
+        )
+
+    plan([7, 900, 16])
+    wrapper.run(q, cache, return_lse=True)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = wrapper.run(q, cache, return_lse=True)
+    for lens in ([7, 900, 16], [0, 0, 0], [1800, 3, 0], [17, 33, 1000]):
+        kv = plan(lens)
+        q.normal_()
+        graph.replay()
+        testing.expect(q, kv).check(out, lse / math.log2(math.e), lens)
+
+
+@pytest.mark.gpu
+def test_neither_call_waits_for_the_gpu(device: torch.device) -> None:
+    cache = torch.randn(2, 64, 16, 2, 64, device=device).half()
+    q, table, lens = torch.randn(4, 1, 8, 64, device=device).half(), torch.arange(64).int().view(4, 16).to(device), 100
+    new = torch.randn(2, 4, 1, 2, 64, device=device).half()
+    wrapper = compat.BatchDecodeWithPagedKVCacheWrapper(buffer(device, 2**25))
+    plan = ints([0, 4, 8, 12, 16], device), table.flatten(), ints([3, 16, 1, 9], device)
+
+    def calls() -> None:
+        options: dict[str, Any] = dict(cache_seqlens=lens, cache_leftpad=plan[2], return_softmax_lse=True)
+        flash_attn_with_kvcache(q, *cache, *new, block_table=table, causal=True, **options)
+        flash_attn_3_with_kvcache(q.expand(-1, 4, -1, -1), *cache, page_table=table, window_size=(9, 1), **options)
+        wrapper.plan(*plan, 8, 2, 64, 16)
+        wrapper.run(q[:, 0], tuple(cache), return_lse=True)
+
+    calls()  # compiles
+    with no_synchronisation():
+        calls()

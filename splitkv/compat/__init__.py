@@ -1,9 +1,9 @@
 """The calls of FlashAttention and FlashInfer, computed by splitkv: same names, argument order, layouts and LSE forms.
 
 Each argument is honoured or refused; none is ignored. "void" are those that have no meaning here, as nothing that they
-could change is left: they are checked and change nothing. What is refused raises before anything is launched, naming
-the argument, what was expected, and what was given. Nothing is copied, cast or made contiguous, where those libraries
-may do so: tensors have a last stride of 1, indices and lengths are int32.
+could change is left: they are checked and change nothing. What is refused raises before anything is attended or
+written, naming the argument, what was expected, and what was given. Nothing is copied, cast or made contiguous, where
+those libraries may do so: tensors have a last stride of 1, indices and lengths are int32.
 
 `flash_attn_with_kvcache` takes the arguments of FlashAttention 2 (package flash_attn), `flash_attn_3_with_kvcache`
 those of FlashAttention 3 (module flash_attn_interface):

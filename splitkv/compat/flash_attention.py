@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from splitkv.config import DTYPES, MAX_COUNT, QUANTIZED_DTYPES, WorkspaceConfig
 from splitkv.kernels.launch import launch
 from splitkv.kernels.new_tokens import new_tokens_kernel
 from splitkv.kv import ContiguousKV, KVView, PagedKV, _check_cache, _check_pair
+from splitkv.variants import ALIGNED_BYTES
 from splitkv.workspace import Workspace
 
 MAX_SPLITS = 4096  # of one tile
@@ -53,9 +55,10 @@ def flash_attn_with_kvcache(
     >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lens, causal=True).shape
     torch.Size([2, 1, 4, 64])
 
-    Without `workspace` each call allocates its scratch, about 20 MB for common shapes, and is checked and prepared
-    anew, which takes the host a few hundred microseconds; with one it costs little more than `splitkv.decode`. Either
-    way a CUDA graph can capture it, once such a call has been compiled by a first one outside.
+    Without `workspace` each call allocates its scratch, about 20 MB for common shapes, and is prepared anew: it takes
+    the host some 400 µs. With one it takes some 40 µs more than `splitkv.decode`, since views are made in each call,
+    and k and v some 150 more. Replays of a CUDA graph have none of that. Either way a graph can capture it, once such
+    a call has been compiled by a first one outside.
 
     Args:
         q: [batch, q_len, num_q_heads, head_dim] float16, bfloat16 or float32.
@@ -293,6 +296,12 @@ def _flash_attention(
         num_splits=num_splits or None,
     )
 
+    appended = None
+    if k is not None or v is not None:
+        appended = NewTokens(k, v, cu_seqlens_k_new, batch, k_cache, v_cache)
+    elif cu_seqlens_k_new is not None:
+        raise ValueError("cu_seqlens_k_new: expected None without k and v, given a tensor")
+
     # What is allocated, and the view.
     if workspace is None:
         workspace = Workspace.allocate(
@@ -301,6 +310,8 @@ def _flash_attention(
             ),
             device,
         )
+    elif not isinstance(workspace, Workspace):
+        raise TypeError(f"workspace: expected a splitkv.Workspace, given {type(workspace).__name__}")
     if bounded:
         rules["tree_mask"] = bounded_mask(longest, right, batch, device)
     if out is None:
@@ -310,32 +321,36 @@ def _flash_attention(
         *front, tokens = q.shape[:-2]
         lse = torch.empty(*front, num_q_heads, tokens, dtype=torch.float32, device=device)
         rules["lse"] = lse.transpose(-2, -1)
-    appended = None
-    if k is not None or v is not None:
-        appended = NewTokens(k, v, cu_seqlens_k_new, batch, k_cache, v_cache)
-        total_lens = torch.empty(batch, dtype=torch.int32, device=device)
-    elif cu_seqlens_k_new is not None:
-        raise ValueError("cu_seqlens_k_new: expected None without k and v, given a tensor")
     if not isinstance(cache_seqlens, Tensor):
         full = capacity if cache_seqlens is None else cache_seqlens
         cache_seqlens = torch.full((batch,), full, dtype=torch.int32, device=device)
-    seq_lens = cache_seqlens if appended is None else total_lens
-    options: dict[str, Any] = dict(
-        rows=cache_batch_idx, kv_start=cache_leftpad, k_scale=scales["k"], v_scale=scales["v"]
-    )
-    kv: KVView
-    if page_table is None:
-        kv = ContiguousKV(k_cache, v_cache, seq_lens, **options)
-    else:
-        kv = PagedKV(k_cache, v_cache, page_table, seq_lens, **options)
+
+    def view(seq_lens: Tensor) -> KVView:
+        options: dict[str, Any] = dict(
+            rows=cache_batch_idx, kv_start=cache_leftpad, k_scale=scales["k"], v_scale=scales["v"]
+        )
+        if page_table is None:
+            return ContiguousKV(k_cache, v_cache, seq_lens, **options)
+        return PagedKV(k_cache, v_cache, page_table, seq_lens, **options)
+
+    kv = view(cache_seqlens)
     if appended is not None:
-        # Nothing is written for a call that decode would refuse.
-        reason = api.supports(q, kv, workspace, out=out, **rules)
-        if reason is not None:
-            raise ValueError(reason)
+        # Nothing is written for a call that decode would refuse. A workspace remembers which it would not.
+        form = (NewTokens, q.requires_grad, _form(q), kv.form, _form(kv.k), _form(kv.v), _form(out), return_softmax_lse)
+        form += tuple(_form(rule) if isinstance(rule, Tensor) else rule for rule in rules.values())
+        if workspace.recall(form) is None or checks.debugging():
+            api.plan_decode(q, kv, workspace, out=out, **rules)
+            workspace.remember(form, NewTokens)
+        total_lens = torch.empty(batch, dtype=torch.int32, device=device)
         appended.write(kv, cache_seqlens, cache_batch_idx, page_table, total_lens, capacity)
+        kv = view(total_lens)
     api.decode(q, kv, workspace, out=out, **rules)
     return out if lse is None else (out, lse)
+
+
+def _form(tensor: Tensor) -> Hashable:
+    """What decode's checks depend on of a tensor."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNED_BYTES
 
 
 class NewTokens:
