@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 
 import hypothesis
+import interpreting
 import pytest
 import torch
 import triton
@@ -19,6 +20,7 @@ hypothesis.settings.register_profile("few", derandomize=True, deadline=None, pri
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
 
 if not COMPILED:
+    interpreting.patch_language_once_per_launch()
     # Tensors are small here, and threads that share a core with other work wait for each other at every operation.
     torch.set_num_threads(1)
 
