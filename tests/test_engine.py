@@ -83,9 +83,9 @@ def model(device: torch.device) -> Llama:
 
 
 def test_answers_of_requests_that_join_and_leave(model: Llama) -> None:
-    engine = Engine(model, max_len=32, num_pages=24, page_size=4, max_batch_size=3, max_tokens=6, burst=4)
+    engine = Engine(model, max_len=32, num_pages=24, page_size=4, max_batch_size=3, max_tokens=6, burst=3)
     seen = watch(engine)
-    counts = (9, 5, 12, 6)
+    counts = (7, 4, 9, 5)
     requests = [Request(list(prompt), count) for prompt, count in zip(PROMPTS, counts, strict=True)]
     finished: list[Request] = []
     for request in requests[:2]:
@@ -102,14 +102,16 @@ def test_answers_of_requests_that_join_and_leave(model: Llama) -> None:
     assert set(finished) == set(requests) and len(finished) == len(requests)
     # Chunks beside decode rows in one call, bursts, and all pages back.
     assert any(1 in counts and max(counts) > 1 for counts, _ in seen)
-    assert max(steps for _, steps in seen) == 4
+    assert max(steps for _, steps in seen) == 3
     assert all(sum(counts) <= 6 for counts, _ in seen)
     assert engine.pool.num_free_pages == 24
 
 
 def test_youngest_gives_way_where_pages_run_out(model: Llama) -> None:
     # Each ends with 5 pages, and both begin with 3.
-    engine = Engine(model, max_len=32, num_pages=8, page_size=4, max_batch_size=2, max_tokens=16, burst=2)
+    engine = Engine(
+        model, max_len=32, num_pages=8, page_size=4, max_batch_size=2, max_tokens=16, burst=2, split_tokens=32
+    )
     seen = watch(engine)
     prompts = (PROMPTS[0], PROMPTS[0][:9])
     answers = engine.generate([Request(list(prompt), 8) for prompt in prompts])
@@ -122,11 +124,11 @@ def test_youngest_gives_way_where_pages_run_out(model: Llama) -> None:
 @pytest.mark.parametrize("split_tokens", [None, 8])
 def test_parts(model: Llama, split_tokens: int | None) -> None:
     engine = Engine(
-        model, max_len=40, num_pages=16, page_size=4, max_batch_size=2, max_tokens=8, split_tokens=split_tokens
+        model, max_len=40, num_pages=16, page_size=4, max_batch_size=2, max_tokens=16, split_tokens=split_tokens
     )
     assert engine.workspace.config.split_tokens == split_tokens
     prompt = PROMPTS[0] * 2
-    assert engine.generate([Request(prompt, 4)]) == [dense_answer(model, prompt, 4)]
+    assert engine.generate([Request(prompt, 3)]) == [dense_answer(model, prompt, 3)]
 
 
 def test_stop_token_ends_an_answer_within_a_burst(model: Llama) -> None:
@@ -157,14 +159,14 @@ def test_sampling_draws_from_the_softmax(model: Llama) -> None:
 
 
 def test_sampled_and_greedy_requests_in_one_step(model: Llama) -> None:
-    engine = Engine(model, max_len=32, num_pages=16, page_size=4, max_batch_size=2, max_tokens=16)
-    greedy, drawn = engine.generate([Request(list(PROMPTS[1]), 6), Request(list(PROMPTS[3]), 6, temperature=1.5)])
-    assert greedy == dense_answer(model, PROMPTS[1], 6)
-    torch.manual_seed(0)
-    again = engine.generate([Request(list(PROMPTS[3]), 6, temperature=1.5)])[0]
-    torch.manual_seed(0)
-    assert engine.generate([Request(list(PROMPTS[3]), 6, temperature=1.5)])[0] == again
-    assert len(drawn) == 6
+    engine = Engine(model, max_len=32, num_pages=16, page_size=4, max_batch_size=2, max_tokens=16, split_tokens=32)
+    answers = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        requests = [Request(list(PROMPTS[2]), 4), Request(list(PROMPTS[1]), 4, temperature=1.5)]
+        answers.append(engine.generate(requests))
+    assert answers[0][0] == answers[2][0] == dense_answer(model, PROMPTS[2], 4)
+    assert answers[0][1] == answers[1][1] != answers[2][1]
 
 
 @pytest.mark.parametrize(

