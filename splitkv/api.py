@@ -492,8 +492,8 @@ def warmup(q: Tensor, kv: KVView, workspace: Workspace, **rules: Any) -> None:
     Takes about a second per kernel, of which there are tens; Triton keeps them on disk for the next process.
 
     Args:
-        q, kv, workspace, **rules: As for `decode`. Contents do not matter, nor do the values of sm_scale, window_left
-            (but None) and softcap (but None).
+        q, kv, workspace, **rules: As for `decode`. Contents do not matter, nor do the values of sm_scale (but
+            whether it is above 0), window_left (but None) and softcap (but None).
 
     Raises:
         TypeError, ValueError: as `decode` does.
@@ -815,6 +815,7 @@ def plan_decode(
         v_scale_per_token=kv.scales[1].per_token,
         native=workspace.target.converts_float8 and not _interpreter.interpreting(),
         widen=_widen(config.dtype),
+        positive_scale=score_scale > 0,
         shares_keys=shares_keys,
         has_kv_start=kv.kv_start is not None,
     )

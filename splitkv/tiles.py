@@ -221,7 +221,7 @@ def shared_bytes(
         # Products of warp groups run on while the next block is copied, which takes a buffer more. Their weights stay
         # in registers, but where eight warps share them.
         weights = rows * block_n if rows * max(width, width_v) >= 64 * 256 else 0
-        return itemsize * (num_stages * block_n * columns + query + weights) + 1024
+        return itemsize * (num_stages * block_n * columns + query + weights) + 1024 + 128
     buffers = (num_stages - 1) * block_n * columns * (1 if quantized else itemsize)
     if num_stages == 1:
         # Without a pipeline values take the place of their keys, and on AMD both that of the query.

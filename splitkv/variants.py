@@ -111,6 +111,7 @@ class CallForm:
         k_scale_per_token, v_scale_per_token: Whether every token of it has scales of its own.
         native: Whether kernels may convert 8-bit numbers by instructions of the target's.
         widen: Whether products are computed in float32, for Triton's interpreter.
+        positive_scale: Whether what multiplies scores is above 0.
         shares_keys: Whether keys that requests have in common are attended for all of them at once.
         has_kv_start: Whether requests may have tokens hidden on the left.
     """
@@ -142,6 +143,7 @@ class CallForm:
     v_scale_per_token: bool
     native: bool
     widen: bool
+    positive_scale: bool = True
     shares_keys: bool = False
     has_kv_start: bool = False
 
@@ -241,6 +243,7 @@ class CallForm:
             CAUSAL=self.causal,
             FIRST_KEYS=False,
             HAS_SOFTCAP=self.has_softcap,
+            POSITIVE_SCALE=self.positive_scale,
             # Beside keys that are loaded element by element the rest is no matter: fewer kernels to compile.
             Q_VECTOR=q_vector if kv_vector > 1 else 1,
             SAME_STRIDES=same_strides and self.by_page and kv_vector > 1 and not self.latent,

@@ -167,7 +167,7 @@ class Used:
         shared: Bytes of shared memory of a program.
         registers: Per thread.
         stack, spills: Bytes of a thread's local memory, and those of them (AMD: registers) that spilling takes.
-        spills_in_loop: Loads and stores of them between the first and the last product (AMD: as spills).
+        spills_in_loop: Loads and stores of them within the loops that hold products (AMD: as spills).
         copies: 16-byte asynchronous copies in the code.
         waits_for_others: Whether it waits for the kernel before it (programmatic dependent launch).
     """
@@ -422,11 +422,25 @@ def _nvidia_usage(cubin: bytes) -> dict[str, int]:
         registers, stack, local = map(int, found.groups())
         spills, inside = max(stack, local), 0
         if spills:
-            operations = re.findall(r"\b(LDL|STL|HMMA|HGMMA|UTCHMMA)\b", tell("-sass"))
-            products = [i for i, name in enumerate(operations) if name.endswith("MMA")]
-            if products:
-                inside = sum(name in ("LDL", "STL") for name in operations[products[0] : products[-1]])
+            inside = _spills_in_loops(tell("-sass"))
     return dict(registers=registers, stack=stack, spills=spills, spills_in_loop=inside)
+
+
+def _spills_in_loops(code: str) -> int:
+    """Loads and stores of spilled registers in the innermost loops with products; if none is found, among products."""
+    lines = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
+    loops = []
+    for address, text in lines:
+        target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
+        if target and int(target.group(1), 16) < address:
+            loops.append((int(target.group(1), 16), address))
+    products = [address for address, text in lines if re.search(r"\b(HMMA|HGMMA|UTCHMMA)\b", text)]
+    loops = [loop for loop in loops if any(loop[0] <= at <= loop[1] for at in products)]
+    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    if products and not inner:
+        inner = [(products[0], products[-1])]
+    spilled = [address for address, text in lines if re.search(r"\b(LDL|STL)\b", text)]
+    return sum(any(first <= at <= last for first, last in inner) for at in spilled)
 
 
 def _amd_usage(assembly: str) -> dict[str, int]:

@@ -63,6 +63,16 @@ def wide_product(x, y):
 
 
 @triton.jit
+def within(stride, block):
+    """A stride as the loop over blocks, which begin at 0 or later, needs it for wide_product: unchanged.
+
+    What depends on the block the compiler does not widen to 64 bits ahead of the loop, where the product would no
+    longer be seen to be one of 32-bit factors.
+    """
+    return stride + (block >> 31)
+
+
+@triton.jit
 def load_page_ids(page_ids, key, high, PAGE_SIZE: tl.constexpr):
     """The page of each key before `high`. Keys are unsigned here: dividing those by a power of two is a shift."""
     return tl.load(page_ids + key.to(tl.uint32) // PAGE_SIZE, mask=key < high, other=0)
@@ -175,6 +185,7 @@ def split_decode_kernel(
     HAS_WINDOW: tl.constexpr,
     FIRST_KEYS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    POSITIVE_SCALE: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
     Q_VECTOR: tl.constexpr,
     KV_VECTOR: tl.constexpr,
@@ -249,6 +260,15 @@ def split_decode_kernel(
     PER_V: tl.constexpr = 2 if PAIRS else 1
     PER_K: tl.constexpr = 2 if K_PAIRS else 1
     WIDE_PRODUCTS: tl.constexpr = WIDEN and not QUANTIZED
+    # Tiles of many rows: what is computed per key and row counts more than how early keys arrive. Blocks that every row
+    # sees whole have a loop of their own without masks, and values are waited for together with their keys.
+    TALL: tl.constexpr = BLOCK_M >= 64 and not LATENT and TYPE != tl.float32
+    # A scale above 0 commutes with the maximum, and is then multiplied in where that is subtracted.
+    FOLD: tl.constexpr = POSITIVE_SCALE and not (
+        HAS_SOFTCAP or alibi_ptr is not None or k_scale_ptr is not None or FIT_Q
+    )
+    # Keys lie at the same places of their pages in every block. Smaller tiles lack the registers to keep those.
+    WHOLE_PAGES: tl.constexpr = TALL and BLOCK_N % PAGE_SIZE == 0
     # float16 weights are 2^WEIGHT_BITS times as large as they are, and so is their sum: those of far smaller ones that
     # bfloat16 would keep would vanish.
     WEIGHT_BITS: tl.constexpr = 14 if QUANTIZED and TYPE == tl.float16 else 0
@@ -468,6 +488,8 @@ def split_decode_kernel(
             score_scale *= tl.load(k_scales)
         if FIT_Q:
             score_scale = (score_scale * q_inverse)[:, None]
+        if FOLD:
+            score_scale = tl.maximum(score_scale, 2.0**-126)  # -inf times 0 would be no number
         if V_SCALE_PER_TOKEN:
             # The largest scale of a value so far, as a power of two: weights are times a scale over it, and acc too, so
             # that whatever the scales, weights keep to the range of float16.
@@ -482,9 +504,17 @@ def split_decode_kernel(
             # Page ids travel one block ahead through the loop: loaded in the block that uses them, they would keep the
             # software pipeline from buffering more than one block of keys and values.
             page = load_page_ids(page_ids, first + offs_n, high, PAGE_SIZE)
-        # Draft tokens of a tree come last, in a loop of their own: the one before it is that of plain decode.
-        PHASES: tl.constexpr = 1 if tree_ptr is None else 2
+            if WHOLE_PAGES:
+                in_page = ((first + offs_n).to(tl.uint32) % PAGE_SIZE).to(tl.int32)
+                k_in_page = wide_product(in_page, stride_k_token)
+                if not (SAME_STRIDES or LATENT):
+                    v_in_page = wide_product(in_page, stride_v_token)
+        # Draft tokens of a tree come last, in a loop of their own: the one before it is that of plain decode. Of tall
+        # tiles so do blocks that some row does not see whole.
+        PHASES: tl.constexpr = 2 if tree_ptr is not None or TALL else 1
         turn = high
+        if TALL:
+            turn = first + clamp(seen_to - first, 0, tl.maximum(high - first, 0)) // BLOCK_N * BLOCK_N
         if tree_ptr is not None:
             before = keys_before(first_position, key_first, shard_step, SHARDED)
             turn = first + clamp(before - first, 0, tl.maximum(high - first, 0)) // BLOCK_N * BLOCK_N
@@ -508,8 +538,12 @@ def split_decode_kernel(
                         )
                     page = tl.load(page_ids + (block + BLOCK_N) // PAGE_SIZE, mask=block + BLOCK_N < high, other=0)
                 elif BY_PAGE:
-                    in_page = (key.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
-                    k_offset = wide_product(page, stride_k_page) + wide_product(in_page, stride_k_token)
+                    k_offset = wide_product(page, within(stride_k_page, block))
+                    if WHOLE_PAGES:
+                        k_offset += k_in_page
+                    else:
+                        in_page = (key.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
+                        k_offset += wide_product(in_page, within(stride_k_token, block))
                     if K_SCALE_PER_TOKEN:
                         k_scale_offset = wide_product(page, stride_k_scale_page) + wide_product(
                             in_page, stride_k_scale_token
@@ -521,11 +555,15 @@ def split_decode_kernel(
                     if SAME_STRIDES:
                         v_offset = k_offset
                     else:
-                        v_offset = wide_product(page, stride_v_page) + wide_product(in_page, stride_v_token)
+                        v_offset = wide_product(page, within(stride_v_page, block))
+                        if WHOLE_PAGES:
+                            v_offset += v_in_page
+                        else:
+                            v_offset += wide_product(in_page, within(stride_v_token, block))
                     page = load_page_ids(page_ids, key + BLOCK_N, high, PAGE_SIZE)
                 else:
-                    k_offset = wide_product(key, stride_k_token)
-                    v_offset = wide_product(key, stride_v_token)
+                    k_offset = wide_product(key, within(stride_k_token, block))
+                    v_offset = wide_product(key, within(stride_v_token, block))
                     if K_SCALE_PER_TOKEN:
                         k_scale_offset = wide_product(key, stride_k_scale_token)
                     if V_SCALE_PER_TOKEN:
@@ -534,11 +572,15 @@ def split_decode_kernel(
                 if not LATENT:
                     v_offset *= KV_VECTOR // PER_V
 
-                k = tl.load(
-                    row_pointers(k_rows, k_offset, offs_k, KV_VECTOR // PER_K),
-                    mask=in_part[:, None] & (offs_k < HEAD_DIM // PER_K)[None, :],
-                    other=0.0,
-                )
+                WHOLE: tl.constexpr = TALL and phase + 1 < PHASES
+                k_mask = (offs_k < HEAD_DIM // PER_K)[None, :]
+                v_mask = (offs_v < HEAD_DIM_V // PER_V)[None, :]
+                if not WHOLE:
+                    k_mask = in_part[:, None] & k_mask
+                    v_mask = in_part[:, None] & v_mask
+                k = tl.load(row_pointers(k_rows, k_offset, offs_k, KV_VECTOR // PER_K), mask=k_mask, other=0.0)
+                if TALL:
+                    v = tl.load(row_pointers(v_base, v_offset, offs_v, KV_VECTOR // PER_V), mask=v_mask, other=0.0)
                 if K_PAIRS:
                     k, k_odd = decode_pairs(k, KV_FORMAT)
                 else:
@@ -570,7 +612,8 @@ def split_decode_kernel(
                         scores += tl.dot(q_tail, tl.trans(k_tail), input_precision="ieee")
                     else:
                         scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
-                scores *= score_scale
+                if not FOLD:
+                    scores *= score_scale
                 if K_SCALE_PER_TOKEN:
                     k_scale = tl.load(k_scales + k_scale_offset, mask=in_part, other=0.0)
                     scores *= k_scale[None, :]
@@ -583,7 +626,12 @@ def split_decode_kernel(
                     scores -= slope[:, None] * tl.abs(position[:, None] - stands[None, :]).to(tl.float32)
                 if HAS_SOFTCAP or alibi_ptr is not None:
                     scores *= LOG2E
-                if not ROW_MASK and APART:
+                if WHOLE and tree_ptr is None:
+                    # What hides keys on the right comes after; what hides some on the left may be anywhere.
+                    if ROW_MASK and (FIRST_KEYS or HAS_WINDOW):
+                        if block < seen_from:
+                            scores = tl.where(key[None, :] >= first_key[:, None], scores, float("-inf"))
+                elif not ROW_MASK and APART:
                     if (block < low) | (block + BLOCK_N > high):
                         scores = tl.where(in_part[None, :], scores, float("-inf"))
                 elif not ROW_MASK:
@@ -621,12 +669,18 @@ def split_decode_kernel(
                     seen = seen & ((draft < 0)[None, :] | (((word >> (draft & 31)[None, :]) & 1) != 0))
                     scores = tl.where(seen, scores, float("-inf"))
 
-                new_max = tl.maximum(row_max, tl.max(scores, 1))
+                if FOLD:
+                    new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)
+                else:
+                    new_max = tl.maximum(row_max, tl.max(scores, 1))
                 shift = finite_or_zero(new_max) if ROW_MASK else new_max
                 decay = tl.exp2(row_max - shift)
                 if WEIGHT_BITS:
                     shift -= WEIGHT_BITS
-                probs = tl.exp2(scores - shift[:, None])
+                if FOLD:
+                    probs = tl.exp2(scores * score_scale - shift[:, None])
+                else:
+                    probs = tl.exp2(scores - shift[:, None])
                 if ROW_SUMS:
                     row_sum = row_sum * decay + tl.sum(probs, 1)
                 else:
@@ -637,11 +691,8 @@ def split_decode_kernel(
                     if PAIRS:
                         v_odd = k_odd
                 else:
-                    v = tl.load(
-                        row_pointers(v_base, v_offset, offs_v, KV_VECTOR // PER_V),
-                        mask=in_part[:, None] & (offs_v < HEAD_DIM_V // PER_V)[None, :],
-                        other=0.0,
-                    )
+                    if not TALL:
+                        v = tl.load(row_pointers(v_base, v_offset, offs_v, KV_VECTOR // PER_V), mask=v_mask, other=0.0)
                     if PAIRS:
                         v, v_odd = decode_pairs(v, KV_FORMAT)
                     else:
