@@ -195,8 +195,9 @@ def decode_shared_prefix(
 ) -> Tensor:
     """As `decode`, where requests share the first pages of their caches: those are read once for many of them.
 
-    Query tokens of all requests of a group are attended to the keys that they have in common in tiles of 64 rows (or
-    the config's q_tile_rows, if more) per KV head, each request to the rest on its own, and both results are merged.
+    Query tokens of all requests of a group are attended to the keys that they have in common in tiles of up to 128 rows
+    per KV head (with split_tokens or num_splits: the config's q_tile_rows), each request to the rest on its own, and
+    both results are merged.
     What comes out is what `decode` computes, up to rounding.
 
     >>> import torch, splitkv
@@ -213,7 +214,7 @@ def decode_shared_prefix(
 
     Like `decode` it waits for nothing and allocates nothing; it launches four kernels. group_ids and prefix_lens are
     read on the device by each call, so that a CUDA graph is right after they were overwritten, as lengths and pages may
-    be. A config with q_tile_rows=64 leaves room for as many programs as the GPU runs at a time; with less room there
+    be. A config with q_tile_rows=128 leaves room for as many programs as the GPU runs at a time; with less room there
     are fewer. With split_tokens a row's bits depend on its own inputs and on how many tokens its group has in common.
 
     Args:

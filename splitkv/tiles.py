@@ -367,7 +367,7 @@ def choose(
     block_n, num_stages, needed = fitting[0]
     # Products in float32 keep operands in registers, where those of tensor cores read shared memory.
     heavy = 64 * 64 if _without_tensor_cores(target, dtype) else 64 * 256
-    num_warps = 8 if wide > 256 or rows * wide >= heavy else 4
+    num_warps = 8 if wide > 256 or rows * wide >= heavy or (rows == 128 and wide > 64) else 4
     narrow = dtype.itemsize == 2 and wide <= 128 and rows <= 16 and block_n == 32
     most = 4 if narrow and blocks == Blocks.SHORT else 2
     if latent and dtype.itemsize == 2 and rows <= 16 and block_n == 32:

@@ -14,7 +14,7 @@ from splitkv.schedule import BALANCED, FIXED_PARTS, FIXED_TOKENS
 from splitkv.tiles_io import TileTable
 
 ALIGNED_BYTES = 16  # rows that are aligned to it are copied in pieces of it
-TALL_ROWS = 64  # of tiles that hold query tokens of many requests, where the config's are not taller
+TALL_ROWS = 128  # most of tiles that hold query tokens of many requests, where the config's are not taller
 
 
 @dataclass(frozen=True)
@@ -242,6 +242,7 @@ class CallForm:
             MULTI_TOKEN=self.q_len is None or self.q_len > 1 or self.has_tree,
             CAUSAL=self.causal,
             FIRST_KEYS=False,
+            WAITS_LAST=False,
             HAS_SOFTCAP=self.has_softcap,
             POSITIVE_SCALE=self.positive_scale,
             # Beside keys that are loaded element by element the rest is no matter: fewer kernels to compile.
@@ -295,6 +296,23 @@ class CallForm:
         slots = 0 if (cut.units if balanced else cut.split["PARTS"]) == 1 else 2 * cut.units if balanced else cut.units
         return slots * self.num_kv_heads * int(cut.split["BLOCK_M"])
 
+    def _registers_beside(self, tall: Variant, low: Variant) -> int:
+        """Registers per thread for one kernel with which a program of another finds room next to one of its own.
+
+        As they are where the other's registers are not known, or too few would be left for tiles so tall or wide. In
+        the code compiled for Hopper nothing spills within the loop over keys then.
+        """
+        per_thread = (self.target.registers - 32 * low.num_warps * low.max_registers) // (32 * tall.num_warps) // 8 * 8
+        held = tall.split["BLOCK_M"] * max(tall.split["BLOCK_N"], tall.split["BLOCK_D"], tall.split["BLOCK_DV"])
+        enough = (
+            self.target.arch == "cuda:90"
+            and held <= 128 * 128
+            and tall.split["BLOCK_N"] <= 64
+            and tall.num_warps == 8
+            and per_thread >= 168
+        )
+        return per_thread if low.max_registers and enough and not tall.max_registers else tall.max_registers
+
     def choose_shared(
         self, batch: int, q_tiles: int, total_q: int, q_vector: int, kv_vector: int, same_strides: bool
     ) -> Variant:
@@ -315,14 +333,16 @@ class CallForm:
         if room < 0:
             raise ValueError(
                 f"workspace: expected partials of at least {whole_rows} rows of width {width} for {total_q} query "
-                f"tokens over shared keys, given {max(held, 0)}: q_tile_rows=64 or a larger max_splits in its config "
+                f"tokens over shared keys, given {max(held, 0)}: q_tile_rows=128 or a larger max_splits in its config "
                 "makes room"
             )
         # Rows that are whole are float32 and written like q's.
         q_vector = q_vector if width % q_vector == 0 else 1
 
         # The common keys of a group: all its query tokens see them, but for keys on the left that some do not see.
-        rows = self.config.q_tile_rows if fixed else max(self.config.q_tile_rows, TALL_ROWS)
+        rows = self.config.q_tile_rows
+        if not fixed:
+            rows = max(rows, TALL_ROWS if total_q * self.group_size > TALL_ROWS // 2 else TALL_ROWS // 2)
         tall = replace(
             self, config=replace(self.config, q_tile_rows=rows), q_len=None, causal=False, has_window=False,
             has_tree=False, listed_tiles=None,
@@ -334,14 +354,21 @@ class CallForm:
             chosen = form.choose(batch, tiles, q_vector, kv_vector, same_strides)
             return chosen, self._slot_rows(chosen)
 
+        # What a request attends on its own is not what its hint tells.
+        own_form = self if fixed else replace(self, len_hint=None)
         # Where the partials of as many programs as run at a time do not fit, both passes get fewer.
         enough = 2**40
         _, shared_rows = attempt(tall, tall_tiles, enough)
-        _, own_rows = attempt(self, q_tiles, enough)
+        _, own_rows = attempt(own_form, q_tiles, enough)
         if not fixed and shared_rows + own_rows > room:
             shared_rows = room * shared_rows // (shared_rows + own_rows)
         shared, slot_rows = attempt(tall, tall_tiles, room if fixed else shared_rows)
-        own, own_slot_rows = attempt(self, q_tiles, room - slot_rows)
+        own, own_slot_rows = attempt(own_form, q_tiles, room - slot_rows)
+        # The one is bound by arithmetic, the other by memory: side by side on a multiprocessor they take little more
+        # time than the longer of them.
+        beside = not fixed and own.dependent
+        if beside:
+            own = replace(own, split=dict(own.split, WAITS_LAST=True))
         sizes = dict(
             SHARED_BLOCK_M=shared.split["BLOCK_M"],
             SHARED_MIN_CHUNK=shared.split["MIN_CHUNK"],
@@ -358,7 +385,7 @@ class CallForm:
                 units=shared.units,
                 split=dict(shared.split, FIRST_KEYS=self.has_window or self.has_kv_start),
                 num_warps=shared.num_warps,
-                max_registers=shared.max_registers,
+                max_registers=self._registers_beside(shared, own) if beside else shared.max_registers,
                 group=dict(
                     PAGE_SIZE=self.page_size,
                     KV_KIND=self.kind,
@@ -391,7 +418,8 @@ class CallForm:
                     for same_strides in (True, False) if self.by_page and kv_vector > 1 else (False,):
                         try:
                             if self.shares_keys and batch > 1:
-                                yield self.choose_shared(batch, q_tiles, 1, q_vector, kv_vector, same_strides)
+                                for total_q in (1, TALL_ROWS):  # such as fill half of the tallest tile, and more
+                                    yield self.choose_shared(batch, q_tiles, total_q, q_vector, kv_vector, same_strides)
                             else:
                                 yield self.choose(batch, q_tiles, q_vector, kv_vector, same_strides)
                         except ValueError:

@@ -85,7 +85,19 @@ def test_partials_take_17_megabytes_at_128_requests_of_64_heads():
 
 @pytest.mark.parametrize(
     ("group_size", "max_total_q", "rows"),
-    [(1, None, 16), (16, None, 16), (17, None, 32), (33, None, 64), (128, None, 64), (1, 9, 64), (128, 9, 64)],
+    [
+        (1, None, 16),
+        (16, None, 16),
+        (17, None, 32),
+        (33, None, 64),
+        (128, None, 64),
+        (1, 9, 64),
+        (15, 68, 64),
+        (16, 64, 128),
+        (4, 255, 64),
+        (4, 256, 128),
+        (128, 9, 128),
+    ],
 )
 def test_default_tile_rows(group_size, max_total_q, rows):
     assert WorkspaceConfig(8, group_size * 2, 2, 64, max_total_q=max_total_q).q_tile_rows == rows

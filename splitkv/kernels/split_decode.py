@@ -180,6 +180,7 @@ def split_decode_kernel(
     SEGMENT_COST: tl.constexpr,
     TILE_COST: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
+    WAITS_LAST: tl.constexpr,
     MULTI_TOKEN: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -225,6 +226,9 @@ def split_decode_kernel(
     its own first visible key (row 2). With shard_lens_ptr the keys are a shard of longer sequences: key j stands at
     shard_first + j · shard_step (or shard_starts[b] + …), and the last query token of a sequence at its end.
 
+    With WAITS_LAST the kernel needs nothing of the one before it, which itself waited for all that came earlier before
+    it let this one be started: both may run at a time, and what comes after waits for both.
+
     Without v_ptr values are the first columns of the keys' block. A quantised cache (KV_FORMAT) is bytes; its numbers
     are float16 exactly, so that is what 16-bit queries are computed in, those of bfloat16 brought into its range by a
     power of two per row. Scales of K are in sm_scale and multiply scores, those of V (v_scale · *v_scale_ptr) multiply
@@ -233,7 +237,8 @@ def split_decode_kernel(
     if DEPENDENT_LAUNCH:
         # This kernel may be started while the one before it ends, and lets the merge be started while it runs itself:
         # only the cost of starting overlaps, since each waits for the memory of the one before.
-        gdc_wait()
+        if not WAITS_LAST:
+            gdc_wait()
         gdc_launch_dependents()
     share_id = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
@@ -812,3 +817,7 @@ def split_decode_kernel(
                 )
             tl.store(partial_lse_ptr + partial_row, lse, mask=row_live)
         place += taken
+    if DEPENDENT_LAUNCH and WAITS_LAST:
+        # One program is enough for the kernel to end no sooner than the one before.
+        if tl.program_id(0) == 0:
+            gdc_wait()
