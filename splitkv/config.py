@@ -110,6 +110,7 @@ class WorkspaceConfig:
         q_tile_rows: Capacity of one query tile in rows (query tokens times heads of a group), a power of two in 16…128.
             None: the group size rounded up to a power of two, in 16…64; 64 where max_total_q > max_batch_size, and 128
             where requests have query tokens for as many rows on average (max_total_q · group ≥ 128 · max_batch_size).
+            With 64, calls whose requests all fill 128 rows take tiles of 128, unless their parts are fixed.
         split_tokens: Fixed split size in tokens. With it, a row's bits depend on its own request alone
             (batch invariance). None: splits follow the number of programs that the GPU keeps in flight.
         max_parts: With split_tokens, most parts of one tile; longer sequences get parts of a multiple of split_tokens.

@@ -14,7 +14,7 @@ from splitkv.schedule import BALANCED, FIXED_PARTS, FIXED_TOKENS
 from splitkv.tiles_io import TileTable
 
 ALIGNED_BYTES = 16  # rows that are aligned to it are copied in pieces of it
-TALL_ROWS = 128  # most of tiles that hold query tokens of many requests, where the config's are not taller
+TALL_ROWS = 128  # of tiles that hold many query tokens, of one request or of many
 
 
 @dataclass(frozen=True)
@@ -147,11 +147,19 @@ class CallForm:
     shares_keys: bool = False
     has_kv_start: bool = False
 
+    @property
+    def fixed(self) -> bool:
+        """Whether parts are, so that a row's bits may not depend on how many others there are, nor on hints."""
+        return self.num_splits is not None or self.config.split_tokens is not None
+
     def rows(self, kv_vector: int) -> int:
         """Rows of a query tile."""
         rows = self.config.q_tile_rows
         if self.q_len is not None:
-            rows = min(rows, max(16, next_power_of_2(self.q_len * self.group_size)))
+            needed = self.q_len * self.group_size
+            if rows == TALL_ROWS // 2 and needed >= TALL_ROWS and not self.fixed:
+                rows = TALL_ROWS  # half as many reads of keys, which is what chunks are bound by
+            rows = min(rows, max(16, next_power_of_2(needed)))
         if self.has_tree:
             rows = min(rows, 32)  # values come through registers then: `fit_rows` says why
         return tile_sizes.fit_rows(
@@ -189,16 +197,14 @@ class CallForm:
         config, target = self.config, self.target
         rows = self.rows(kv_vector)
         slots = min(self.partial_elements // (rows * self.head_dim_v), self.partial_rows // rows)
-        fixed = self.num_splits is not None or config.split_tokens is not None
-        # Never with fixed parts: a row's bits must not depend on how many others there are, nor on hints.
         blocks = tile_sizes.Blocks.SHORT
-        if not fixed:
+        if not self.fixed:
             blocks = tile_sizes.prefer_blocks(target, q_tiles * self.num_kv_heads, self.len_hint, latent=self.latent)
         tiles = choose_tiles(
             target, self.tiles, config.dtype, self.head_dim, self.head_dim_v, rows, kv_vector > 1, blocks,
             self.kv_dtype, self.latent,
         )  # fmt: skip
-        if fixed:
+        if self.fixed:
             schedule = FIXED_TOKENS if self.num_splits is None else FIXED_PARTS
             parts = config.max_parts if self.num_splits is None else self.num_splits
             units = q_tiles * parts
@@ -262,7 +268,7 @@ class CallForm:
             NUM_STAGES=tiles.num_stages,
         )
         # Most parts that one tile is likely to have: all are loaded at once where they are many.
-        likely = parts if fixed else units // max(q_tiles, 1) + 1
+        likely = parts if self.fixed else units // max(q_tiles, 1) + 1
         block_p = min(128, max(8, next_power_of_2(likely)))
         merge = dict(
             shared,
@@ -283,7 +289,7 @@ class CallForm:
             merge=merge,
             # Nothing is left to merge where every tile has one part by construction; rows past qo_indptr[-1] are the
             # merge's.
-            merges=self.q_len is None or not (fixed and parts == 1),
+            merges=self.q_len is None or not (self.fixed and parts == 1),
             num_warps=tiles.num_warps,
             max_registers=tiles.max_registers,
             dependent=target.dependent_launch,
@@ -325,7 +331,7 @@ class CallForm:
         Raises:
             ValueError: partials that the workspace cannot hold, or no tiles that fit the device.
         """
-        width, fixed = self.head_dim_v, self.num_splits is not None or self.config.split_tokens is not None
+        width, fixed = self.head_dim_v, self.fixed
         words = 5 * (batch + total_q) + 1
         whole_rows = 2 * total_q * self.num_kv_heads * self.group_size
         held = min((self.partial_elements - words) // width, self.partial_rows)

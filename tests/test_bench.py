@@ -321,6 +321,25 @@ def test_ours_is_checked_and_a_wrong_peer_is_found(device: torch.device) -> None
     assert len(told) == run.steps([SMALL], crowd, session)
 
 
+def test_a_shared_beginning_is_stored_and_read_once(device: torch.device) -> None:
+    (cell,) = cells.select(["prefix-32k-b64"])
+    assert cell.kv_bytes == (32768 + 64 * 512) * cell.token_bytes == cell.cache_bytes
+    small, session = run.dry_session([dataclasses.replace(cell, lens=(32770, 32796, 32799))], device)
+    made, (cell,) = session.problem(small[0]), small
+    table = made.page_table.tolist()
+    assert cell.shared == 64 and cell.lens == (96, 11 + 64, 96) and cell.num_pages == 4 + 2 + 1 + 2
+    assert [row[:4] for row in table] == [table[0][:4]] * 3
+    used = [page for row, length in zip(table, cell.lens, strict=True) for page in row[: -(-length // 16)]]
+    assert set(used) == set(range(cell.num_pages))
+    measured = run.time_decode(cell, session=session)
+    assert measured.ours.keys() == {"scan", "list", "shared"}
+    for timing_ in measured.ours.values():
+        assert timing_.note == "not timed" and timing_.error_ratio is not None and timing_.error_ratio < 1, measured
+    for shared, why in ((8, "whole pages"), (96, "integer in 0…95")):
+        with pytest.raises(ValueError, match=f"shared: .*{why}"):
+            Cell("x", (97, 96), shared=shared)
+
+
 @pytest.mark.parametrize(
     "cell",
     [cell for cell in RULES if cell.name not in ("tree-b32-4k", "extend-2048")],  # in small others are the same
@@ -335,7 +354,7 @@ def test_cells_of_rules_are_measured_in_every_way(cell: Cell, device: torch.devi
     assert len(told) == run.steps(small, crowd, session)
     wanted = {"scan"}
     if cell.window_left is None:
-        wanted.add("128 rows" if cell.q_len > 4 else "list")
+        wanted |= set() if cell.q_len > 4 else {"list"}
     assert measured.ours.keys() == wanted
     for timing_ in measured.ours.values():
         assert timing_.note == "not timed" and timing_.error_ratio is not None and timing_.error_ratio < 1, measured
@@ -376,12 +395,15 @@ def _latent_peer(made: Any) -> tuple[Any, torch.Tensor]:
 
 def test_chunks_are_given_larger_tiles(device: torch.device) -> None:
     small, session = run.dry_session(cells.select(["extend-512"]), device)
-    made = session.problem(small[0])
     rows = []
-    for given in (None, run.LARGE_TILE):
-        plan = splitkv.api.plan_decode(made.q, made.views[0], session.workspace(small[0], q_tile_rows=given))
-        rows.append(plan.launches[0].constants["BLOCK_M"])
-    assert rows == [64, 128]
+    for q_len in (4, 31, 32):
+        cell = dataclasses.replace(small[0], q_len=q_len)
+        made = session.problem(cell)
+        workspace = session.workspace(cell, q_tile_rows=64)
+        plan = splitkv.api.plan_decode(made.q, made.views[0], workspace, num_splits=None)
+        fixed = splitkv.api.plan_decode(made.q, made.views[0], workspace, num_splits=1)
+        rows.append((plan.launches[0].constants["BLOCK_M"], fixed.launches[0].constants["BLOCK_M"]))
+    assert rows == [(16, 16), (64, 64), (128, 64)]
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ class Cell:
         tree: Whether they are draft tokens with a tree mask: a binary tree, or as much of it as there are.
         window_left, softcap: As for `splitkv.decode`.
         sinks: Whether each head has a logit that joins the softmax.
+        shared: How many tokens, whole pages, all requests have in common at their beginning.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Cell:
     sinks: bool = False
     kv_dtype: str = ""
     latent: int | None = None
+    shared: int = 0
 
     def __post_init__(self) -> None:
         if not self.lens:
@@ -72,6 +74,12 @@ class Cell:
             require_int("lens", length, self.q_len)
         if self.window_left is not None:
             require_int("window_left", self.window_left, 0)
+        require_int("shared", self.shared, 0, min(self.lens) - self.q_len)
+        if self.shared and (self.page_size is None or self.shared % self.page_size or self.window_left is not None):
+            raise ValueError(
+                f"shared: expected whole pages and no window, given {self.shared} tokens with {self.layout} and "
+                f"window_left {self.window_left}"
+            )
         require_int("num_kv_heads", self.num_kv_heads, 1)
         require_int("num_q_heads", self.num_q_heads, 1)
         if self.num_q_heads % self.num_kv_heads:
@@ -139,7 +147,8 @@ class Cell:
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values that a decode call has to read: those that some query token sees, once."""
-        return sum(length - self.first_visible(length) for length in self.lens) * self.token_bytes
+        own = sum(length - self.first_visible(length) - self.shared for length in self.lens)
+        return (self.shared + own) * self.token_bytes
 
     @property
     def flops(self) -> int:
@@ -153,7 +162,13 @@ class Cell:
         """Pages that hold the cell's tokens; of a contiguous cache as peers see it, those of the padded rows."""
         if self.page_size is None:
             return self.batch * (self.max_len // VIEW_PAGE)
-        return sum(cdiv(length, self.page_size) for length in self.lens)
+        return sum(self.own_pages) + self.shared // self.page_size
+
+    @property
+    def own_pages(self) -> tuple[int, ...]:
+        """Pages of each request that it has for itself; of a paged cell."""
+        assert self.page_size is not None
+        return tuple(cdiv(length - self.shared, self.page_size) for length in self.lens)
 
     @property
     def max_len(self) -> int:
@@ -183,7 +198,10 @@ class Cell:
         (96, 11, 40)
         """
         longest = min(96, self.longest)
-        lens = (longest,) * min(3, self.batch) if self.even else (longest, *(min(n, longest) for n in (11, 40)))
+        shared = 0 if self.page_size is None else min(64 // self.page_size * self.page_size, self.shared)
+        lens = (longest,) * min(3, self.batch)
+        if not self.even:
+            lens = (longest, *(min(shared + n, longest) for n in (11, 40)))
         heads = min(2, self.num_kv_heads)
         return dataclasses.replace(
             self,
@@ -194,6 +212,7 @@ class Cell:
             num_q_heads=heads * (self.num_q_heads // self.num_kv_heads),
             head_dim=min(32 if self.latent is None else 48, self.head_dim),
             latent=None if self.latent is None else min(32, self.latent),
+            shared=shared,
         )
 
 
@@ -253,10 +272,18 @@ FORMATS = (
 )
 """Quantised caches of cells of the grid, and latent rows."""
 
-NAMED = {cell.name: cell for cells in (GRID, RULES, FORMATS) for cell in cells}
+PREFIX = (
+    Cell("prefix-32k-b64", (32768 + 512,) * 64, shared=32768),
+    Cell("prefix-4k-b64", (4096 + 512,) * 64, shared=4096),
+    Cell("prefix-1k-b16", (1024 + 512,) * 16, shared=1024),
+)
+"""Cells of requests with the same beginning, such as a system prompt."""
+
+NAMED = {cell.name: cell for cells in (GRID, RULES, FORMATS, PREFIX) for cell in cells}
 GROUPS = {
     "grid": GRID,
     "rules": RULES,
+    "prefix": PREFIX,
     # Half the bytes should take half the time: what is halved is timed in the same run.
     "formats": (*(NAMED[name] for name in ("b32-4k", "b128-1k", "b256-4k")), *FORMATS),
 }

@@ -233,10 +233,12 @@ def build(cell: Cell, buffers: Buffers, *, max_len: int, copies: int, seed: int 
         counts = [cell.max_len // VIEW_PAGE] * cell.batch
     else:
         places = torch.randperm(cell.num_pages, device=device, generator=generator).to(torch.int32)
-        counts = [cdiv(length, page_size) for length in cell.lens]
+        counts = list(cell.own_pages)
+    shared = cell.shared // page_size
     page_table = torch.zeros(cell.batch, cdiv(max_len, page_size), dtype=torch.int32, device=device)
-    for b, pages in enumerate(torch.split(places, counts)):
-        page_table[b, : len(pages)] = pages
+    page_table[:, :shared] = places[:shared]
+    for b, pages in enumerate(torch.split(places[shared:], counts)):
+        page_table[b, shared : shared + len(pages)] = pages
 
     k_caches, v_caches, words = [], [], []
     each = half if cell.latent is not None else 2 * half

@@ -21,9 +21,9 @@ PEER_ALLOWANCE = 4.0
 """A peer is no longer timed above so many error budgets: it is not held to ours, only to being right."""
 
 SHORT = 16
-"""Most query tokens of a cell that is none of chunks; on chunks larger query tiles than the default are tried too."""
+"""Most query tokens of a cell that is none of chunks."""
 LARGE_TILE = 128
-"""Rows of those."""
+"""Rows of query tiles that hold tokens of many requests, for which workspaces then have room."""
 MULTIPLIED = 32
 """Operations per byte from which on arithmetic may be the limit."""
 
@@ -146,6 +146,21 @@ def listed_launch(problem: Problem, workspace: splitkv.Workspace) -> tuple[Launc
     return launch, out
 
 
+def shared_launch(problem: Problem, workspace: splitkv.Workspace) -> tuple[Launch, Result]:
+    """Ours, with the tokens that all requests share read once for many of them."""
+    batch = problem.cell.batch
+    group_ids = torch.zeros(batch, dtype=torch.int32, device=workspace.device)
+    prefix_lens = torch.full((batch,), problem.cell.shared, dtype=torch.int32, device=workspace.device)
+    out = problem.q.new_empty(problem.shape_out)
+
+    def launch(i: int) -> None:
+        splitkv.decode_shared_prefix(
+            problem.q, problem.views[i], workspace, group_ids, prefix_lens, out=out, **problem.rules
+        )
+
+    return launch, out
+
+
 def ours(cell: Cell, session: Session) -> dict[str, Callable[[Problem], tuple[Launch, Result]]]:
     """Ways in which a caller may use decode for this cell, by name; each is timed and the best is shown."""
     ways: dict[str, Callable[[Problem], tuple[Launch, Result]]] = {
@@ -153,10 +168,8 @@ def ours(cell: Cell, session: Session) -> dict[str, Callable[[Problem], tuple[La
     }
     if cell.window_left is None and cell.q_len <= SHORT:  # decode reads no list with a window, and chunks need none
         ways["list"] = lambda problem: listed_launch(problem, session.workspace(cell))
-    if cell.q_len > SHORT:
-        ways[f"{LARGE_TILE} rows"] = lambda problem: decode_launch(
-            problem, session.workspace(cell, q_tile_rows=LARGE_TILE)
-        )
+    if cell.shared:
+        ways["shared"] = lambda problem: shared_launch(problem, session.workspace(cell, q_tile_rows=LARGE_TILE))
     return ways
 
 
