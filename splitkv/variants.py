@@ -366,9 +366,17 @@ class CallForm:
         enough = 2**40
         _, shared_rows = attempt(tall, tall_tiles, enough)
         _, own_rows = attempt(own_form, q_tiles, enough)
-        if not fixed and shared_rows + own_rows > room:
+        if fixed and shared_rows + own_rows > room:
+            rows, needed = self.config.q_tile_rows, whole_rows + shared_rows + own_rows
+            name = "split_tokens" if self.num_splits is None else "num_splits"
+            raise ValueError(
+                f"{name}: expected a workspace for {needed} rows of partials over shared keys and own ones (max_splits="
+                f"{cdiv(needed * width + words, rows * width)} or more in its config, of {rows} rows each), given "
+                f"{max(held, 0)}"
+            )
+        if shared_rows + own_rows > room:
             shared_rows = room * shared_rows // (shared_rows + own_rows)
-        shared, slot_rows = attempt(tall, tall_tiles, room if fixed else shared_rows)
+        shared, slot_rows = attempt(tall, tall_tiles, shared_rows)
         own, own_slot_rows = attempt(own_form, q_tiles, room - slot_rows)
         # The one is bound by arithmetic, the other by memory: side by side on a multiprocessor they take little more
         # time than the longer of them.

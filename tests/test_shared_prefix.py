@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+import re
 from typing import Any
 
 import pytest
@@ -325,11 +326,29 @@ def test_refusals_name_the_argument():
     small = room(2, q_tile_rows=16, max_splits=1)
     refused(ValueError, "^workspace: expected partials of at least 16 rows of width 16 for 2 query tokens",
             workspace=small)  # fmt: skip
-    refused(ValueError, "^num_splits: expected at most .* partial tiles", workspace=room(2, max_splits=8),
-            num_splits=100)  # fmt: skip
+    refused(ValueError, "^num_splits: expected a workspace for 19216 rows of partials over .*, of 64 rows each",
+            workspace=room(2, max_splits=8), num_splits=100)  # fmt: skip
     assert same_bits(workspace.partial_lse, before)
     assert splitkv.supports(q, kv, workspace, group_ids=group_ids, prefix_lens=prefix_lens) is None
     assert splitkv.supports(q, kv, workspace, group_ids=group_ids).startswith("prefix_lens: expected a torch.Tensor")
+
+
+def test_a_refusal_says_how_many_partials_make_room():
+    """With split_tokens the default is what `decode` can need; the message says what both passes do."""
+    kv, group_ids, prefix_lens = laid_out([36], [(0, 5), (0, 0), (-1, 9)])
+    q = torch.randn(3, HEADS, WIDTH, device=DEVICE)
+    config = WorkspaceConfig(3, HEADS, KV_HEADS, WIDTH, split_tokens=8, max_parts=6, dtype=torch.float32)
+
+    def why(max_splits: int | None) -> str | None:
+        scratch = splitkv.Workspace.allocate(dataclasses.replace(config, max_splits=max_splits), DEVICE)
+        return splitkv.supports(q, kv, scratch, group_ids=group_ids, prefix_lens=prefix_lens)
+
+    message = why(None)
+    assert message is not None and message.startswith("split_tokens: expected a workspace for ")
+    (needed,) = map(int, re.findall(r"max_splits=(\d+) or more", message))
+    assert needed > config.max_splits and why(needed) is None
+    less = why(needed - 1)
+    assert less is not None and f"max_splits={needed} or more" in less
 
 
 @pytest.mark.parametrize("max_splits", [2, 3, 5, 9, 40])
