@@ -169,16 +169,16 @@ class PreparedLaunches:
         # Addresses, since Triton would ask the driver about every tensor.
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         addresses.append(None)  # of pointers that no call gives
-        driver = triton.runtime.driver.active
+        driver, observed = triton.runtime.driver.active, _observed()
         if driver.get_current_device() == self._index:
             stream = driver.get_current_stream(self._index)
             for compiled in self._compiled:
-                compiled.enqueue(stream, addresses)
+                compiled.enqueue(stream, addresses, observed)
         else:
             with torch.cuda.device(self._device):
                 stream = driver.get_current_stream(self._index)
                 for compiled in self._compiled:
-                    compiled.enqueue(stream, addresses)
+                    compiled.enqueue(stream, addresses, observed)
 
 
 class PreparedCalls(Generic[Prepared]):
@@ -200,22 +200,21 @@ class PreparedCalls(Generic[Prepared]):
 
 
 class _Compiled:
-    """A kernel as Triton compiled it, launched by addresses and numbers."""
+    """A kernel as Triton compiled it, launched by addresses and numbers.
+
+    Pointers are addresses or None: of a tensor Triton would ask the driver. Streams are raw ones of the current device.
+    """
 
     def __init__(self, launch: Launch) -> None:
         self._compiled = compiled = launch.compile()
         self._start, self._function, self._metadata = compiled.run, compiled.function, compiled.packed_metadata
 
-    def start(self, grid: tuple[int, ...], stream: int, arguments: Sequence[Any]) -> None:
-        """Launch on `stream`, a raw one of the current device, with one argument for each of the kernel's parameters.
-
-        Pointers are addresses or None: of a tensor Triton would ask the driver.
-        """
-        hooks = triton.knobs.runtime
-        if _hooked(hooks.launch_enter_hook) or _hooked(hooks.launch_exit_hook):
-            self._compiled[grid](*arguments, stream=stream)  # a profiler listens
-            return
-        self._start(*grid, stream, self._function, self._metadata, None, None, None, *arguments)
+    def start(self, grid: tuple[int, ...], stream: int, arguments: Sequence[Any], observed: bool) -> None:
+        """Launch on `stream`, with one argument for each of the kernel's parameters."""
+        if observed:
+            self._compiled[grid](*arguments, stream=stream)
+        else:
+            self._start(*grid, stream, self._function, self._metadata, None, None, None, *arguments)
 
 
 class _CompiledLaunch(_Compiled):
@@ -245,14 +244,24 @@ class _CompiledLaunch(_Compiled):
         self._grid = (*launch.grid, 1, 1)[:3]
         super().__init__(launch)
 
-    def enqueue(self, stream: int, addresses: Sequence[int | None]) -> None:
-        """Launch on `stream`, a raw one of the current device, with these addresses of all named tensors, and None."""
-        self.start(self._grid, stream, (*self._pointers_of(addresses), *self._rest))
+    def enqueue(self, stream: int, addresses: Sequence[int | None], observed: bool) -> None:
+        """Launch on `stream` with these addresses of all named tensors, and None."""
+        if observed:
+            self.start(self._grid, stream, (*self._pointers_of(addresses), *self._rest), observed)
+        else:
+            self._start(
+                *self._grid, stream, self._function, self._metadata, None, None, None, *self._pointers_of(addresses),
+                *self._rest,
+            )  # fmt: skip
 
 
-def _hooked(hook: Any) -> bool:
-    """Whether a hook of Triton's does anything: it is None, a function, or a chain of these that may be empty."""
-    return hook is not None and bool(getattr(hook, "calls", True))
+def _observed() -> bool:
+    """Whether a profiler listens to launches. A hook of Triton's is None, a function, or a chain that may be empty."""
+    hooks = triton.knobs.runtime
+    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+    return bool(enter is not None and getattr(enter, "calls", True)) or bool(
+        leave is not None and getattr(leave, "calls", True)
+    )
 
 
 class PreparedLaunch:
@@ -324,7 +333,7 @@ class PreparedLaunch:
         driver = triton.runtime.driver.active
         index = self._device.index
         if driver.get_current_device() == index:
-            self._compiled.start((programs, 1, 1), driver.get_current_stream(index), arguments)
+            self._compiled.start((programs, 1, 1), driver.get_current_stream(index), arguments, _observed())
         else:
             with torch.cuda.device(self._device):
-                self._compiled.start((programs, 1, 1), driver.get_current_stream(index), arguments)
+                self._compiled.start((programs, 1, 1), driver.get_current_stream(index), arguments, _observed())
