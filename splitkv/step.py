@@ -581,9 +581,7 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
         source = _Ids("ids", ids)
         if source.count > self.config.max_total_q:
             raise ValueError(f"ids: expected at most {self.config.max_total_q} (max_total_q), given {source.count}")
-        view = self._input_view
-        if view.shape[0] != source.count:  # steps of one size, one after another, share the view
-            view = self._input_view = self.input_ids[: source.count]
+        view = self._ids_view(source.count)
         if source.count:
             self._refuse_capture("fill_input_ids")
             slot = self._acquire()
@@ -619,9 +617,16 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
         count = tokens.shape[0]
         if count > self.config.max_total_q:
             raise ValueError(f"tokens: expected at most {self.config.max_total_q} (max_total_q), given {count}")
-        view = self.input_ids[:count]
+        view = self._ids_view(count)
         view.copy_(tokens)
         return view
+
+    def _ids_view(self, count: int) -> Tensor:
+        """The first ids, by a view that steps of one size share, one after another."""
+        if self._input_view.shape[0] != count:
+            with torch.inference_mode(False):
+                self._input_view = self.input_ids[:count]
+        return self._input_view
 
     def decode_mask(self, position_ids: Tensor, total_len: int) -> Tensor:
         """Which indices lie at or before each position: position ≥ index. One launch, which a CUDA graph can hold.

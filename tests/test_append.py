@@ -247,6 +247,36 @@ def test_decode_sees_what_was_appended(device: torch.device) -> None:
         torch.testing.assert_close(out, torch.full_like(out, token / 2), rtol=1e-5, atol=0)
 
 
+def test_a_known_form_is_written_to_where_its_tensors_lie(device: torch.device) -> None:
+    """Calls of a form are prepared once: what was given then is not what is written to now, and faults stay faults."""
+    kvs = [paged(device, torch.float32) for _ in range(2)]
+    assert kvs[0].form == kvs[1].form
+    for turn, kv in enumerate((kvs[0], kvs[1], kvs[0])):
+        k_new, v_new = torch.randn(3, HEADS, WIDTH, device=device), torch.randn(3, HEADS, WIDTH_V, device=device)
+        slots = int32([turn, 23 - turn, -1], device)
+        expected = twin(kv)
+        reference.append_kv(k_new, v_new, expected, slots)
+        splitkv.append_kv(k_new, v_new, kv, slots)
+        assert_same_memory(kv, expected)
+        source, target = int32([turn, 2], device), int32([11, 12 + turn], device)
+        reference.move_kv(expected, source, target)
+        splitkv.move_kv(kv, source, target)
+        assert_same_memory(kv, expected)
+    for name, bad in (
+        ("k_new", (k_new.half(), v_new, kv, slots)),
+        ("k_new", (k_new[..., 1:], v_new, kv, slots)),
+        ("v_new", (k_new, v_new[:2], kv, slots)),
+        ("v_new", (k_new, None, kv, slots)),
+        ("slots", (k_new, v_new, kv, slots.long())),
+        ("slots", (k_new, v_new, kv, slots[:2])),
+        ("slots", (k_new, v_new, kv, [0, 1, 2])),
+        ("kv", (k_new, v_new, kv.k, slots)),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: expected"):
+            splitkv.append_kv(*bad)  # type: ignore[arg-type]
+    assert_same_memory(kv, expected)
+
+
 @pytest.mark.gpu
 def test_offsets_past_32_bits(device: torch.device) -> None:
     heads, width = 8, 128
