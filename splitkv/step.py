@@ -27,6 +27,7 @@ COPIES_PER_BUFFER = 4
 BLOCK_T = 512
 FEW_UPDATES = 256  # up to so many Python's own loops take less time than torch's operations
 
+SEQUENCES = (list, tuple, range, array)
 HostIntegers = Sequence[int] | Tensor | Any
 """A list, tuple, range or array of integers, a NumPy array of integers, or an integer tensor on the CPU."""
 
@@ -302,11 +303,16 @@ class StepState:
 
     # Staging.
 
-    def _acquire(self) -> StagingSlot:
-        """Memory that no copy in flight reads. The copy must be sent to the stream that is current now."""
+    def _acquire(self, name: str) -> StagingSlot:
+        """Memory that no copy in flight reads, for `name`. The copy must be sent to the stream that is current now."""
         buffer = self._staging[self._staging_index]
         if self.device.type == "cuda":
             raw_stream = triton.runtime.driver.active.get_current_stream(self.device.index)
+            if raw_stream != 0 and self._capturing():  # the default stream cannot be captured
+                raise RuntimeError(
+                    f"{name}: expected a stream that is not being captured (a replay would copy what the staging "
+                    "buffer holds by then), given one that is: call it before each replay instead"
+                )
             if raw_stream != self._raw_stream:
                 if buffer.used:  # its copies so far went elsewhere
                     buffer = self._close(buffer)
@@ -326,14 +332,12 @@ class StepState:
         """
         if buffer.event is not None:
             buffer.event.record(self._stream)
-        count = len(self._staging)
-        order = [(self._staging_index + 1 + i) % count for i in range(count)]
-        for index in order:
-            if self._staging[index].free():
+        oldest = index = (self._staging_index + 1) % STAGING_BUFFERS
+        while not self._staging[index].free():
+            index = (index + 1) % STAGING_BUFFERS
+            if index == oldest:
+                self._staging[index].event.synchronize()
                 break
-        else:
-            index = order[0]
-            self._staging[index].event.synchronize()
         self._staging_index, buffer = index, self._staging[index]
         buffer.used = 0
         return buffer
@@ -366,21 +370,12 @@ class StepState:
         if updates:
             self._stage(programs, 0, words, updates, fresh, *self._table_sizes, given=(self.staged,))
 
-    def _refuse_capture(self, name: str) -> None:
-        if self.device.type != "cuda":
-            return
-        if (
-            torch.cuda.current_device() == self.device.index
-        ):  # changing to it and back would cost more than the question
-            capturing = torch.cuda.is_current_stream_capturing()
-        else:
-            with torch.cuda.device(self.device):
-                capturing = torch.cuda.is_current_stream_capturing()
-        if capturing:
-            raise RuntimeError(
-                f"{name}: expected a stream that is not being captured (a replay would copy what the staging "
-                "buffer holds by then), given one that is: call it before each replay instead"
-            )
+    def _capturing(self) -> bool:
+        # Changing to the device and back would cost more than the question.
+        if torch.cuda.current_device() == self.device.index:
+            return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self.device):
+            return torch.cuda.is_current_stream_capturing()
 
     # Writing a step.
 
@@ -477,10 +472,9 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
         updates, update_words, fresh = 0, array("i"), 0
         if page_updates is not None:
             updates, update_words, fresh = self._page_updates(page_updates)
-        self._refuse_capture("bind")
 
         # What the kernels read, one after another; the ids at an even word.
-        slot = self._acquire()
+        slot = self._acquire("bind")
         counts, qo_at, words = slot.counts, 2 * live, 4 * live + 2
         counts[:live] = row_words
         counts[live:qo_at] = len_words
@@ -583,8 +577,7 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
             raise ValueError(f"ids: expected at most {self.config.max_total_q} (max_total_q), given {source.count}")
         view = self._ids_view(source.count)
         if source.count:
-            self._refuse_capture("fill_input_ids")
-            slot = self._acquire()
+            slot = self._acquire("fill_input_ids")
             slot.put_ids(0, source)
             words = 2 * source.count
             if self._reads_host:
@@ -685,12 +678,16 @@ def _check_host_vector(name: str, values: Any) -> None:
 
 def _listed(name: str, values: Any) -> Any:
     """Host integers as a sequence of Python's."""
-    if isinstance(values, (list, tuple, range, array)):
+    if isinstance(values, SEQUENCES):
         return values
     if isinstance(values, Tensor) or _is_numpy(values):
         _check_host_vector(name, values)
         return values.tolist()
-    raise TypeError(f"{name}: expected a list, NumPy array or CPU tensor of integers, given {type(values).__name__}")
+    raise _no_integers(name, values)
+
+
+def _no_integers(name: str, values: object) -> TypeError:
+    return TypeError(f"{name}: expected a list, NumPy array or CPU tensor of integers, given {type(values).__name__}")
 
 
 def _words(name: str, values: Any, high: int) -> tuple[array[int], list[int]]:
@@ -717,18 +714,7 @@ class _Ids:
         # Each branch holds on to the memory that it found the address of.
         self.owner: Any
         lowest: int
-        if isinstance(values, Tensor):
-            _check_host_vector(name, values)
-            self.owner = values.to(torch.int64).contiguous()
-            self.address, self.count = self.owner.data_ptr(), self.owner.numel()
-            lowest = int(self.owner.min()) if self.count else 0
-        elif _is_numpy(values):
-            _check_host_vector(name, values)
-            self.owner = values.astype("=i8", order="C", copy=not values.flags.c_contiguous)
-            self.address, self.count = self.owner.__array_interface__["data"][0], self.owner.size
-            lowest = int(self.owner.min()) if self.count else 0
-        else:
-            values = _listed(name, values)
+        if isinstance(values, SEQUENCES):
             lowest = 0
             try:
                 self.owner = array("Q", values)  # a negative one would not fit
@@ -740,6 +726,18 @@ class _Ids:
                 # Bytes below 128, the highest of each, are ASCII: the quickest way to ask all of them.
                 if not self.owner.tobytes()[_HIGH_BYTES].isascii():
                     _array_of(name, "q", values)
+        elif isinstance(values, Tensor):
+            _check_host_vector(name, values)
+            self.owner = values.to(torch.int64).contiguous()
+            self.address, self.count = self.owner.data_ptr(), self.owner.numel()
+            lowest = int(self.owner.min()) if self.count else 0
+        elif _is_numpy(values):
+            _check_host_vector(name, values)
+            self.owner = values.astype("=i8", order="C", copy=not values.flags.c_contiguous)
+            self.address, self.count = self.owner.__array_interface__["data"][0], self.owner.size
+            lowest = int(self.owner.min()) if self.count else 0
+        else:
+            raise _no_integers(name, values)
         if lowest < 0:
             # Unsigned ids past 63 bits have become negative too.
             raise ValueError(f"{name}: expected ids in 0…2⁶³ - 1, given {lowest} (as a signed 64-bit integer)")

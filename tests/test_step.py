@@ -643,7 +643,7 @@ def test_a_staging_buffer_in_use_is_not_written(device: torch.device) -> None:
 
     def take() -> tuple[int, int]:
         """Buffer and slot that the next copy gets."""
-        slot = state._acquire()
+        slot = state._acquire("bind")
         return next((i, each.slots.index(slot)) for i, each in enumerate(buffers) if slot in each.slots)
 
     events = [Copying() for _ in buffers]
