@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -129,22 +129,31 @@ def append_kv(k_new: Tensor, v_new: Tensor | None, kv: KVView, slots: Tensor) ->
         check_view(kv)
         torch.ops.splitkv.append_kv(k_new, v_new, slots, *operators.take_apart(kv, scheduled=False))
         return
+    _run(APPEND_NAMES, (k_new, v_new, slots), kv, lambda: _plan_append(k_new, v_new, kv, slots))
+
+
+def _run(names: tuple[str, ...], given: tuple[Tensor | None, ...], kv: KVView, plan: Callable[[], Launch]) -> None:
+    """Launch what `plan` says after its checks, or what it said for other tensors of the same form.
+
+    Args:
+        names: The kernel's, of `given` and of the view's tensors.
+    """
     form: Hashable = None
     call: PreparedLaunches | None = None
     try:
-        form = _form_of(k_new), None if v_new is None else _form_of(v_new), _form_of(slots), _cache_form(kv)
+        form = names, *[None if tensor is None else _form_of(tensor) for tensor in given], _cache_form(kv)
         call = _calls.recall(form)
     except (AttributeError, TypeError, RuntimeError):
-        pass  # some argument is no such thing at all: the checks say which
+        form = None  # some argument is no such thing at all: the checks say which
     if call is None or checks.debugging():
-        step = _plan_append(k_new, v_new, kv, slots)
+        step = plan()
         if form is None:
             step.run(kv.device)
             return
         if call is None:
-            call = PreparedLaunches([step], APPEND_NAMES, kv.device)
+            call = PreparedLaunches([step], names, kv.device)
             _calls.remember(form, call)
-    call((k_new, v_new, slots, *_cache_tensors(kv)))
+    call((*given, *_cache_tensors(kv)))
 
 
 def _cache_form(kv: KVView) -> tuple[Hashable, ...]:
@@ -267,22 +276,7 @@ def move_kv(kv: KVView, src_slots: Tensor, dst_slots: Tensor) -> None:
         check_view(kv)
         torch.ops.splitkv.move_kv(src_slots, dst_slots, *operators.take_apart(kv, scheduled=False))
         return
-    form: Hashable = None
-    call: PreparedLaunches | None = None
-    try:
-        form = _form_of(src_slots), _form_of(dst_slots), _cache_form(kv)
-        call = _calls.recall(form)
-    except (AttributeError, TypeError, RuntimeError):
-        pass  # some argument is no such thing at all: the checks say which
-    if call is None or checks.debugging():
-        step = _plan_move(kv, src_slots, dst_slots)
-        if form is None:
-            step.run(kv.device)
-            return
-        if call is None:
-            call = PreparedLaunches([step], MOVE_NAMES, kv.device)
-            _calls.remember(form, call)
-    call((src_slots, dst_slots, *_cache_tensors(kv)))
+    _run(MOVE_NAMES, (src_slots, dst_slots), kv, lambda: _plan_move(kv, src_slots, dst_slots))
 
 
 def _plan_move(kv: KVView, src_slots: Tensor, dst_slots: Tensor) -> Launch:
