@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from conftest import COMPILED
 from support import (
     DEFAULT,
     GARBAGE,
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import splitkv
 from splitkv.api import plan_decode
+from splitkv.kernels import prepared
 
 SIZES = [
     (batch, tokens, heads, widths, cut, dtype)
@@ -293,6 +295,24 @@ def test_launches(device, layout, call):
     plan.run()
     assert_values(plan.lse, math.log(51 if call == "rules" else 128))
     assert_values(plan.out, 102.0 if call == "rules" else 63.5)
+
+
+@pytest.mark.skipif(COMPILED, reason="on a GPU the next test looks at the real launches")
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_neither_allocate_nor_launch_more(device, call, monkeypatch):
+    """Case 35: of a form that was seen before or not, a call is its launches and no operator of torch."""
+    config = splitkv.WorkspaceConfig(1, 1, 1, 16, max_splits=64, dtype=torch.float16)
+    workspace = splitkv.Workspace.allocate(config, device)
+    q = torch.zeros(1, 1, 16, dtype=torch.float16, device=device)
+    kv = view_of("paged", *index_probe(device, 1, 40, dtype=torch.float16), [40], page_size=16)
+    launched = []
+    monkeypatch.setattr(prepared, "launch", lambda kernel, *_: launched.append(kernel))
+    for _ in range(3):
+        launched.clear()
+        with Operators() as operators:
+            out, lse = splitkv.decode_with_lse(q, kv, workspace, **CALLS[call])
+        assert operators.seen == [] and 1 <= len(launched) <= 2
+        assert out.data_ptr() == workspace.out.data_ptr() and lse.data_ptr() == workspace.lse.data_ptr()
 
 
 @pytest.mark.gpu
