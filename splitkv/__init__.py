@@ -5,7 +5,7 @@ Every buffer that a step needs is a tensor that the caller owns, sized once from
 """
 
 from splitkv import _interpreter as _interpreter  # isort: split # first: it decides how Triton runs
-from splitkv import distributed, masks, reference
+from splitkv import compat, distributed, masks, reference
 from splitkv.api import decode, decode_shared_prefix, decode_with_lse, merge, supports, warmup
 from splitkv.append import append_kv, move_kv
 from splitkv.config import Section, StepConfig, WorkspaceConfig
@@ -31,6 +31,7 @@ __all__ = [
     "Workspace",
     "WorkspaceConfig",
     "append_kv",
+    "compat",
     "decode",
     "decode_shared_prefix",
     "decode_with_lse",

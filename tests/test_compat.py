@@ -491,6 +491,7 @@ def test_equal_bits_whatever_the_batch_with_a_fixed_split_size(device: torch.dev
     wrapper = compat.BatchDecodeWithPagedKVCacheWrapper(buffer(device))
     plan = dict(pages.plan, num_qo_heads=4, fixed_split_size=3)
     wrapper.plan(**plan)
+    assert wrapper._workspace is not None and wrapper._workspace.config.split_tokens == 3 * 4
     whole = wrapper.run(q, pages.cache)
     first = plan["indptr"][:2].clone()
     wrapper.plan(**plan | dict(indptr=first, last_page_len=plan["last_page_len"][:1]))
@@ -774,11 +775,22 @@ def test_what_flash_attention_may_not_be_given(name: str, monkeypatch: pytest.Mo
 
 @needs_no_gpu
 def test_nothing_is_appended_for_a_call_that_is_refused() -> None:
-    call = small(CPU, **NEW, out=torch.empty(1))
-    before = call["k_cache"].clone()
-    with pytest.raises(ValueError, match=r"^out: expected shape"):
-        flash_attn_with_kvcache(**call)
-    assert torch.equal(call["k_cache"], before)
+    base = small(CPU, **NEW, workspace=WORKSPACE)
+    flash_attn_with_kvcache(**base)  # the workspace remembers that such a call is fine
+    unfit = torch.empty(2, 3, 4, 2 * DIM_V)[..., ::2]
+    for change, message in (
+        (dict(out=torch.empty(1)), "^out: expected shape"),
+        (dict(out=unfit), "^out: expected a last stride of 1"),
+        (dict(num_splits=4096), "^num_splits: expected at most"),
+        (dict(alibi_slopes=torch.ones(3)), "^alibi_slopes: expected shape"),
+        (dict(q=base["q"].clone().requires_grad_()), "^q: expected a tensor outside autograd"),
+    ):
+        call = base | change
+        before = call["k_cache"].clone()
+        with pytest.raises(ValueError, match=message):
+            flash_attn_with_kvcache(**call)
+        assert torch.equal(call["k_cache"], before)
+        call["k"].add_(1)  # would be seen
 
 
 @dataclass
