@@ -1069,6 +1069,35 @@ def test_values_are_checked_in_debug_mode(monkeypatch: pytest.MonkeyPatch) -> No
         flash_attn_3_with_kvcache(**small(CPU, **RAGGED | dict(max_seqlen_q=2)))
 
 
+def test_no_request_and_no_query_token(device: torch.device) -> None:
+    caches = [torch.zeros(2, 8, 2, DIM, device=device) for _ in range(2)]
+    new = [torch.empty(0, 1, 2, DIM, device=device) for _ in range(2)]
+    none = torch.empty(0, dtype=torch.int32, device=device)
+    q = torch.empty(0, 3, 4, DIM, device=device)
+    options: dict[str, Any] = dict(window_size=(-1, 1), return_softmax_lse=True)
+    out, lse = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=none, **options)
+    assert out.shape == (0, 3, 4, DIM) and lse.shape == (0, 4, 3)
+    out, lse = flash_attn_3_with_kvcache(
+        q.flatten(0, 1), *caches, cache_seqlens=3, cu_seqlens_q=ints([0, 0, 0], device), max_seqlen_q=0, **options
+    )
+    assert out.shape == (0, 4, DIM) and lse.shape == (4, 0)
+    wrapper = compat.BatchDecodeWithPagedKVCacheWrapper(buffer(device))
+    wrapper.plan(ints([0], device), none, none, 4, 2, DIM, 8, q_data_type=torch.float32)
+    out, lse = wrapper.run(q[:, 0], tuple(caches), return_lse=True)
+    assert out.shape == (0, 4, DIM) and lse.shape == (0, 4)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_pages_of_one_token_need_no_dimension_for_it(layout: str, device: torch.device) -> None:
+    cache, q = torch.randn(3, 2, 2, DIM, device=device), torch.randn(1, 4, DIM, device=device)
+    wrapper = compat.BatchDecodeWithPagedKVCacheWrapper(buffer(device), layout)
+    tables = ints([0, 3], device), ints([2, 0, 1], device), ints([1], device)
+    wrapper.plan(*tables, 4, 2, DIM, 1, q_data_type=torch.float32)
+    want = testing.expect(q, splitkv.PagedKV.from_csr(cache[:, 0, None], cache[:, 1, None], *tables))
+    want.check(wrapper.run(q, cache))
+    want.check(wrapper.run(q, (cache[:, 0], cache[:, 1])))
+
+
 # What only a GPU can show.
 
 
