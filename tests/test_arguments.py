@@ -44,7 +44,15 @@ def read_tables() -> dict[str, list[Row]]:
 
 
 TABLES = read_tables()
-RECORDS = (splitkv.Section,)  # made by the library, not by its users
+# Made by the library, not by its users.
+RECORDS = (splitkv.Section, distributed.Views)
+INTERNAL = (
+    "Schedule.of_spec",
+    "Workspace.of_parts",
+    "Workspace.recall",
+    "Workspace.remember",
+    "distributed.Exchange.views",
+)
 
 
 def methods(owner: type, name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -76,8 +84,8 @@ def public_calls() -> dict[str, Callable[..., Any]]:
                 calls.update(methods(value, prefix + name))
             elif inspect.isfunction(value):
                 calls[prefix + name] = value
-    for name in ("Workspace.recall", "Workspace.remember"):
-        del calls[name]  # decode's notes
+    for name in INTERNAL:
+        del calls[name]
     calls["reference.decode_with_lse"] = reference.decode_with_lse
     return calls
 
@@ -190,6 +198,7 @@ GOOD: dict[str, Callable[[], tuple[Callable[..., Any], dict[str, Any]]]] = {
     ),
     "KVView.shard": lambda: (contiguous().shard, dict(seq_lens=ints([27, 48]), rank=0, size=3)),
     "decode": lambda: (splitkv.decode, decoding()),
+    "decode_with_lse": lambda: (splitkv.decode_with_lse, decoding()),
     "decode_shared_prefix": lambda: (splitkv.decode_shared_prefix, sharing()),
     "merge": lambda: (splitkv.merge, dict(outs=torch.zeros(6, 4, 16), lses=torch.zeros(6, 4), indptr=ints([0, 2, 6]))),
     "append_kv": lambda: (
