@@ -108,6 +108,7 @@ def draw_pages(
     page_size: int,
     axes: Any = None,
     columns: int = 16,
+    captions: bool = True,
 ) -> None:
     """A cache's pages in memory order: a colour per request, the page's place in the request, and how full it is."""
     rows = cdiv(num_pages, columns)
@@ -128,6 +129,8 @@ def draw_pages(
             axes.text(x + 0.46, y + 0.45, str(place), ha="center", va="center", fontsize=8, color=shade)
     axes.set_xlim(-0.1, columns)
     axes.set_ylim(rows, -0.1)
+    if not captions:
+        return
     axes.set_title(
         f"{num_pages} pages of {page_size} tokens in memory order; the number is the page's place in its request"
     )
