@@ -1,5 +1,6 @@
 """Caches that are sharded along the sequence: each shard by its positions, and all of them over a process group."""
 
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from test_properties import SEEDS, examples
 
 import splitkv
 from splitkv import distributed, reference
+from splitkv.bench import sharded
 from splitkv.testing import PoisonedWorkspace, expect
 
 DEVICE = torch.device("cuda" if COMPILED else "cpu")
@@ -281,6 +283,33 @@ def test_a_missing_rank_is_an_error_of_the_backend(tmp_path, how):
         assert seconds < 30 and time.monotonic() - begin < 60
     finally:
         two.close()
+
+
+# The bench.
+
+
+@interpreted
+def test_the_bench_checks_answers_without_a_gpu(tmp_path, capfd):
+    """Over gloo, an empty shard among them; nothing is timed."""
+    record = tmp_path / "record.json"
+    arguments = ["--device", "cpu", "--ranks", "2", "--tokens", "16", "--json", str(record)]
+    assert sharded.main(arguments) == 0
+    assert "nothing was timed" in capfd.readouterr().out
+    data = json.loads(record.read_text())
+    assert data["format"] == sharded.FORMAT and [row["tokens"] for row in data["rows"]] == [16]
+    (row,) = (sharded.Row(**row) for row in data["rows"])
+    assert (row.ranks, row.us, row.fraction, row.replays_equal) == (2, None, None, None)
+    assert row.error < sharded.ERROR[torch.float32]
+
+
+def test_the_bench_says_what_was_gained():
+    row = sharded.Row(1000, 2, us=60.0, one_us=90.0, limit_us=45.0, error=1e-3, replays_equal=True)
+    assert row.speedup == 1.5 and row.fraction == 0.75
+    assert sharded.table([row]).rows[0][2:] == ("60.0", "90.0", "1.50", "45.0", "0.75", "1.0e-03", "equal")
+    for tokens, size in ((1, 1), (16, 2), (100, 3), (2**20, 8)):
+        shares = [sharded.share(tokens, rank, size) for rank in range(size)]
+        assert sum(count for _, count in shares) == tokens
+        assert all(first == sum(count for _, count in shares[:i]) for i, (first, _) in enumerate(shares))
 
 
 # Two GPUs.
