@@ -391,3 +391,65 @@ def test_the_reference_takes_the_same_call():
     kv, group_ids, prefix_lens = laid_out([8], [(0, 5), (0, 0)])
     q = torch.randn(2, HEADS, WIDTH, device=DEVICE)
     assert same_bits(reference.decode_shared_prefix(q, kv, None, group_ids, prefix_lens), reference.decode(q, kv))
+
+
+# On a GPU, where both passes run at a time.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rules", [{}, {"window_left": 1700}], ids=["plain", "window"])
+def test_graphs_replay_after_groups_and_lengths_were_overwritten(rules):
+    """Tall tiles and those of single requests side by side: the same bits in 30 replays of each, and the right ones."""
+    batch, prefix, heads, kv_heads, width = 24, 2048, 32, 8, 128
+    shared, own = prefix // 16, 24
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    count = shared + batch * own
+    k, v = torch.randn(2, count, 16, kv_heads, width, device=DEVICE, dtype=torch.bfloat16, generator=generator)
+    order = torch.randperm(count, device=DEVICE, generator=generator).int()
+    table = torch.cat([order[:shared].expand(batch, -1), order[shared:].view(batch, own)], dim=1)
+    q = torch.randn(batch, heads, width, device=DEVICE, dtype=torch.bfloat16, generator=generator)
+    config = WorkspaceConfig(batch, heads, kv_heads, width, q_tile_rows=128)
+    lens, group_ids, prefix_lens = (ints([0] * batch, DEVICE) for _ in range(3))
+    kv = splitkv.PagedKV(k, v, table, lens)
+    workspace = PoisonedWorkspace(config, DEVICE).workspace
+    out, lse = torch.empty_like(q), torch.empty(batch, heads, device=DEVICE)
+
+    def call() -> None:
+        splitkv.decode_shared_prefix(q, kv, workspace, group_ids, prefix_lens, out=out, lse=lse, **rules)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            call()
+    rnd = random.Random(0)
+    for turn in range(4):
+        lens.copy_(ints([prefix + rnd.randint(0, 16 * own) for _ in range(batch)], DEVICE))
+        group_ids.copy_(ints([0] * batch if turn == 0 else [rnd.randint(-1, turn) for _ in range(batch)], DEVICE))
+        prefix_lens.copy_(ints([prefix if turn < 2 else 16 * rnd.randint(0, shared) for _ in range(batch)], DEVICE))
+        first = None
+        for _ in range(10):
+            out.fill_(math.nan)
+            graph.replay()
+            torch.cuda.synchronize()
+            first = first or (out.clone(), lse.clone())
+            assert same_bits(out, first[0]) and same_bits(lse, first[1]), turn
+        expect(q, kv, **rules).check(out, lse, turn)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rules", [{}, {"window_left": 500}, {"sm_scale": -0.05}, {"softcap": 20.0}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_chunks_in_tiles_of_128_rows(head_dim, rules):
+    """Whole blocks without masks, then those at the edge of what each query token sees."""
+    config = WorkspaceConfig(3, 16, 4, head_dim, max_total_q=600)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    k, v = torch.randn(2, 240, 16, 4, head_dim, device=DEVICE, dtype=torch.bfloat16, generator=generator)
+    table = torch.randperm(240, device=DEVICE, generator=generator).int().view(3, 80)
+    kv = splitkv.PagedKV(k, v, table, ints([1280, 1063, 203], DEVICE))
+    q = torch.randn(3, 200, 16, head_dim, device=DEVICE, dtype=torch.bfloat16, generator=generator)
+    workspace = PoisonedWorkspace(config, DEVICE).workspace
+    plan = splitkv.api.plan_decode(q, kv, workspace, **rules)
+    assert plan.launches[0].constants["BLOCK_M"] == 128
+    expect(q, kv, **rules).check(*splitkv.decode_with_lse(q, kv, workspace, **rules))
