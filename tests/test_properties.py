@@ -23,6 +23,7 @@ from splitkv.testing import (
     Guarded,
     PoisonedWorkspace,
     Problem,
+    expect,
     expect_merge,
     make_problem,
     map_scales,
@@ -166,6 +167,19 @@ def test_chunks_in_tall_tiles(rows, mask, window_left):
     )  # fmt: skip
     result = attend(problem)
     problem.expected().check(result.out, result.lse, problem)
+
+
+@pytest.mark.parametrize("q_len", [1, 33])
+@pytest.mark.parametrize("sm_scale", [0.4, 0.0, -0.4])
+def test_a_scale_may_have_any_sign(q_len, sm_scale):
+    """One below 0 turns the order of the scores, and of 0 all keys weigh the same."""
+    problem = make_problem(
+        2, device=DEVICE, dtype=torch.float16, cache=None, kind="paged", lens=(70, 40), q_len=q_len,
+        query="several" if q_len > 1 else "one", mask="causal", window_left=None, num_kv_heads=1, group_size=2,
+        head_dim=16, head_dim_v=None, q_tile_rows=64,
+    )  # fmt: skip
+    out, lse = splitkv.decode_with_lse(problem.q, problem.kv, problem.workspace(), sm_scale=sm_scale)
+    expect(problem.q, problem.kv, sm_scale=sm_scale).check(out, lse, problem)
 
 
 @pytest.mark.parametrize("kind", ["paged", "csr", "contiguous", "ragged"])
