@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -110,6 +111,13 @@ class Tiles:
     segment_cost: int = 128
     tile_cost: int = 0
     max_registers: int = 0
+
+
+# Tiles of 128 rows over 16-bit keys and values of up to 128 columns (more than 64), by architecture. They are bound by
+# arithmetic and by what follows each product; where others are measured to be faster, this is the line to change.
+TALL = {"cuda:90": Tiles(block_n=64, num_warps=8, num_stages=3, programs_per_sm=1, min_chunk=64, tile_cost=128)}
+# The same where programs of low tiles, which are bound by memory, run beside them: these find 128 registers per thread.
+TALL_BESIDE = {"cuda:90": dataclasses.replace(TALL["cuda:90"], max_registers=192)}
 
 
 def split_width(width: int) -> tuple[int, int]:
@@ -337,6 +345,7 @@ def choose(
     blocks: Blocks = Blocks.SHORT,
     kv_dtype: torch.dtype | None = None,
     latent: bool = False,
+    beside: bool = False,
 ) -> Tiles:
     """Tiles for a geometry on a target.
 
@@ -349,6 +358,7 @@ def choose(
         blocks: What `prefer_blocks` says.
         kv_dtype: Of caches; None: that of queries.
         latent: Whether values are the first columns of keys, and loaded with them.
+        beside: Whether another kernel, of low tiles, should find room on the same multiprocessors.
 
     Raises:
         ValueError: nothing fits the shared memory of a program; names the widths and the limit.
@@ -364,6 +374,9 @@ def choose(
             f"{target.arch}, given head_dim {head_dim}, head_dim_v {head_dim_v} with {rows} rows of {dtype} "
             f"({least} bytes)"
         )
+    plain = aligned and dtype.itemsize == 2 and not latent and not _quantized(kv_dtype)
+    if rows == 128 and 64 < wide <= 128 and plain and target.arch in TALL:
+        return (TALL_BESIDE if beside else TALL)[target.arch]
     block_n, num_stages, needed = fitting[0]
     # Products in float32 keep operands in registers, where those of tensor cores read shared memory.
     heavy = 64 * 64 if _without_tensor_cores(target, dtype) else 64 * 256

@@ -80,6 +80,7 @@ def choose_tiles(
     blocks: tile_sizes.Blocks,
     kv_dtype: torch.dtype,
     latent: bool,
+    beside: bool = False,
 ) -> tile_sizes.Tiles:
     """Those of a caller's table, or else those of `splitkv.tiles`, whose `choose` says what the arguments are."""
     if table is not None:
@@ -87,8 +88,9 @@ def choose_tiles(
         if tiles is not None:
             return tiles
     return tile_sizes.choose(
-        target, dtype, head_dim, head_dim_v, rows, aligned=aligned, blocks=blocks, kv_dtype=kv_dtype, latent=latent
-    )
+        target, dtype, head_dim, head_dim_v, rows, aligned=aligned, blocks=blocks, kv_dtype=kv_dtype, latent=latent,
+        beside=beside,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class CallForm:
         positive_scale: Whether what multiplies scores is above 0.
         shares_keys: Whether keys that requests have in common are attended for all of them at once.
         has_kv_start: Whether requests may have tokens hidden on the left.
+        beside: Whether these kernels run beside those of low tiles.
     """
 
     config: WorkspaceConfig
@@ -146,6 +149,7 @@ class CallForm:
     positive_scale: bool = True
     shares_keys: bool = False
     has_kv_start: bool = False
+    beside: bool = False
 
     @property
     def fixed(self) -> bool:
@@ -202,7 +206,7 @@ class CallForm:
             blocks = tile_sizes.prefer_blocks(target, q_tiles * self.num_kv_heads, self.len_hint, latent=self.latent)
         tiles = choose_tiles(
             target, self.tiles, config.dtype, self.head_dim, self.head_dim_v, rows, kv_vector > 1, blocks,
-            self.kv_dtype, self.latent,
+            self.kv_dtype, self.latent, self.beside,
         )  # fmt: skip
         if self.fixed:
             schedule = FIXED_TOKENS if self.num_splits is None else FIXED_PARTS
@@ -302,23 +306,6 @@ class CallForm:
         slots = 0 if (cut.units if balanced else cut.split["PARTS"]) == 1 else 2 * cut.units if balanced else cut.units
         return slots * self.num_kv_heads * int(cut.split["BLOCK_M"])
 
-    def _registers_beside(self, tall: Variant, low: Variant) -> int:
-        """Registers per thread for one kernel with which a program of another finds room next to one of its own.
-
-        As they are where the other's registers are not known, or too few would be left for tiles so tall or wide. In
-        the code compiled for Hopper nothing spills within the loop over keys then.
-        """
-        per_thread = (self.target.registers - 32 * low.num_warps * low.max_registers) // (32 * tall.num_warps) // 8 * 8
-        held = tall.split["BLOCK_M"] * max(tall.split["BLOCK_N"], tall.split["BLOCK_D"], tall.split["BLOCK_DV"])
-        enough = (
-            self.target.arch == "cuda:90"
-            and held <= 128 * 128
-            and tall.split["BLOCK_N"] <= 64
-            and tall.num_warps == 8
-            and per_thread >= 168
-        )
-        return per_thread if low.max_registers and enough and not tall.max_registers else tall.max_registers
-
     def choose_shared(
         self, batch: int, q_tiles: int, total_q: int, q_vector: int, kv_vector: int, same_strides: bool
     ) -> Variant:
@@ -351,7 +338,7 @@ class CallForm:
             rows = max(rows, TALL_ROWS if total_q * self.group_size > TALL_ROWS // 2 else TALL_ROWS // 2)
         tall = replace(
             self, config=replace(self.config, q_tile_rows=rows), q_len=None, causal=False, has_window=False,
-            has_tree=False, listed_tiles=None,
+            has_tree=False, listed_tiles=None, beside=not fixed and self.target.dependent_launch,
         )  # fmt: skip
         tall_tiles = tile_bound(max(batch // 2, 1), total_q, self.group_size, tall.rows(kv_vector))
 
@@ -378,10 +365,9 @@ class CallForm:
             shared_rows = room * shared_rows // (shared_rows + own_rows)
         shared, slot_rows = attempt(tall, tall_tiles, shared_rows)
         own, own_slot_rows = attempt(own_form, q_tiles, room - slot_rows)
-        # The one is bound by arithmetic, the other by memory: side by side on a multiprocessor they take little more
-        # time than the longer of them.
-        beside = not fixed and own.dependent
-        if beside:
+        if tall.beside:
+            # The one is bound by arithmetic, the other by memory: side by side on a multiprocessor they take little
+            # more time than the longer of them.
             own = replace(own, split=dict(own.split, WAITS_LAST=True))
         sizes = dict(
             SHARED_BLOCK_M=shared.split["BLOCK_M"],
@@ -399,7 +385,7 @@ class CallForm:
                 units=shared.units,
                 split=dict(shared.split, FIRST_KEYS=self.has_window or self.has_kv_start),
                 num_warps=shared.num_warps,
-                max_registers=self._registers_beside(shared, own) if beside else shared.max_registers,
+                max_registers=shared.max_registers,
                 group=dict(
                     PAGE_SIZE=self.page_size,
                     KV_KIND=self.kind,
