@@ -13,7 +13,6 @@ from support import (
     assert_rows,
     assert_values,
     attend,
-    config_for,
     each_way,
     index_probe,
     ints,
@@ -229,7 +228,6 @@ def test_layout_seen_second(device, layout, order, dtype):
         k = k.clamp(-1, 1)
         k[:, 17] = 16 * torch.sign(q[:, ::2])
         q = torch.sign(q[:, ::2]).repeat_interleave(2, dim=1)
-    served = None
     for way in order:
         lay = ways[way]
         if layout == "contiguous":
@@ -241,19 +239,33 @@ def test_layout_seen_second(device, layout, order, dtype):
         for cut in (WHOLE, Cut(num_splits=3)):
             result = attend(strided_q, kv, cut, given=way == "wider", sm_scale=width**-0.5)
             assert_cut(result, cut, 40, 40)
-            outs = [result.out]
-            if cut == WHOLE:
-                # Once more in a workspace that has served the layouts before.
-                served = served or splitkv.Workspace.allocate(config_for(q, kv, cut), device)
-                outs.append(splitkv.decode(strided_q, kv, served, num_splits=1, sm_scale=width**-0.5))
-            for got in outs:
-                if dtype == torch.float16:
-                    assert torch.equal(got, v[:, 17].repeat_interleave(2, dim=1))
-                else:
-                    dense = splitkv.ContiguousKV(k, v, ints([40, 40], device))
-                    out, lse = splitkv.reference.decode_with_lse(q, dense, dtype=torch.float64)
-                    assert (got - out).abs().max() <= 1e-5 * out.abs().max()
-                    assert_values(result.lse, lse.cpu(), zero=1e-5)
+            if dtype == torch.float16:
+                assert torch.equal(result.out, v[:, 17].repeat_interleave(2, dim=1))
+            else:
+                dense = splitkv.ContiguousKV(k, v, ints([40, 40], device))
+                out, lse = splitkv.reference.decode_with_lse(q, dense, dtype=torch.float64)
+                assert (result.out - out).abs().max() <= 1e-5 * out.abs().max()
+                assert_values(result.lse, lse.cpu(), zero=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+def test_layouts_served_by_one_workspace(device, layout):
+    """Case 11: what a workspace remembers of a call is not taken for one in which q, K or V alone lies otherwise."""
+    q = torch.randn(2, 2, 32, device=device)
+    k, v = torch.randn(2, 2, 20, 2, 32, device=device)
+    lens, table = ints([20, 20], device), ints([[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]], device)
+    out = splitkv.reference.decode(q, splitkv.ContiguousKV(k, v, lens), dtype=torch.float64)
+    workspace = splitkv.Workspace.allocate(splitkv.WorkspaceConfig(2, 2, 2, 32, dtype=torch.float32), device)
+    for lay in (lambda t: t, wider, transposed, odd):
+        for moved in ("q", "k", "v"):
+            caches = [t if layout == "contiguous" else t.view(10, 4, 2, 32) for t in (k, v)]
+            caches = [lay(t) if name == moved else t for name, t in zip(("k", "v"), caches, strict=True)]
+            if layout == "contiguous":
+                kv = splitkv.ContiguousKV(*caches, lens)
+            else:
+                kv = splitkv.PagedKV(*caches, table, lens)
+            got = splitkv.decode(lay(q[:, None])[:, 0] if moved == "q" else q, kv, workspace, num_splits=1)
+            assert (got - out).abs().max() <= 1e-5 * out.abs().max(), moved
 
 
 def test_layouts_of_other_kinds(device):
