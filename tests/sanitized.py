@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from splitkv import masks
+from splitkv.compat.flash_attention import flash_attn_with_kvcache
 from splitkv.kernels.read import read_all
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -151,6 +152,15 @@ def shared_prefixes() -> None:
         PAGES = own
 
 
+def appending_decodes() -> None:
+    """Calls of another library's form, which append and attend: to a stretch of the cache, and to pages."""
+    q, k, v = (torch.randn(3, 2, heads, 64, device=DEVICE).half() for heads in (4, 2, 2))
+    for table in (None, ints([[3], [0], [1]])):
+        k_cache, v_cache = (torch.empty(4, 16, 2, 64, dtype=torch.float16, device=DEVICE) for _ in range(2))
+        out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=ints([0] * 3), block_table=table)
+        assert isinstance(out, Tensor) and bool(out.isfinite().all())
+
+
 def merges() -> None:
     """Of a given number of partials, of other numbers per row, in both layouts and bases of the log-sum-exp."""
     outs, lses = torch.randn(5, 3, 2, 59, device=DEVICE), torch.randn(5, 3, 2, device=DEVICE)
@@ -211,7 +221,7 @@ def reads() -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    for part in (decodes, shared_prefixes, merges, moves, every_mask, steps, reads):
+    for part in (decodes, shared_prefixes, appending_decodes, merges, moves, every_mask, steps, reads):
         part()
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
