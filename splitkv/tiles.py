@@ -263,7 +263,7 @@ def _candidates(
         cuts = cuts[-1:]
     elif target.rdna:
         # As compiled for gfx1100: longer blocks spill, and so do deeper pipelines, but of low and narrow tiles.
-        cuts = cuts[4:] if rows <= 16 and wide <= 128 and dtype.itemsize == 2 else cuts[-1:]
+        cuts = cuts[4:] if rows <= 16 and wide <= 64 and dtype.itemsize == 2 else cuts[-1:]
     elif dtype.itemsize == 4 and _quantized(kv_dtype):
         # Blocks copied ahead, once more as float32, and operands of ordinary products do not find the registers.
         cuts = cuts[-1:]
