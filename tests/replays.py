@@ -142,7 +142,7 @@ class Engine:
         size = self.sizes.page_size
         slots = torch.tensor([pages[t // size] * size + t % size for t in range(tokens)], dtype=torch.int32)
         for layer in self.layers:
-            new = torch.randn(2, tokens, *layer.new.shape[2:], generator=generator).to(layer.new)
+            new = torch.randn(2, tokens, *layer.new.shape[2:], generator=generator, device=self.device).to(layer.new)
             splitkv.append_kv(*new, layer.kv, slots.to(self.device))
 
     def forward(self) -> None:
@@ -238,8 +238,7 @@ def run(
     engine = Engine(device, sizes)
     replay = engine.captured()
     draw = random.Random(f"{seed} requests")
-    generator = torch.Generator().manual_seed(seed)
-    on_device = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     pool = splitkv.PagePool(sizes.batch * sizes.max_pages, sizes.page_size, sizes.batch, sizes.max_pages)
     found = Found()
     shares = torch.zeros(replays, len(engine.layers), 2, dtype=torch.float64, device=device)
@@ -291,8 +290,8 @@ def run(
             found.binds += 1
             bound = True
         for layer in engine.layers:
-            layer.new.normal_(generator=on_device)
-            layer.q.normal_(generator=on_device).mul_(2.0)
+            layer.new.normal_(generator=generator)
+            layer.q.normal_(generator=generator).mul_(2.0)
             layer.out.fill_(math.nan)
             layer.lse.fill_(math.nan)
         engine.workspace.partial_out.fill_(math.nan)
