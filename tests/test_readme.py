@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import readme_speed
 import torch
 
 import splitkv
@@ -62,6 +63,14 @@ def test_calls_of_other_libraries_become_these(left: list[dict[str, Any]], block
         assert torch.equal(names["k_buffer"][last], names["new_k"]) and torch.equal(
             names["v_buffer"][last], names["new_v"]
         )
+
+
+def test_figures_of_speed_are_the_records() -> None:
+    """`python tests/readme_speed.py` writes the table; the words around it are written by hand."""
+    found = readme_speed.TABLE.search(README)
+    assert found is not None and found[2] == readme_speed.speed_table()
+    assert f"geometric mean of {readme_speed.mean_over_paged_peers():.2f}" in README
+    assert all(run["date"][:10] in found[1] for run in readme_speed.load()[0].runs)
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "ARGUMENTS.md", *sorted(NOTEBOOKS)])
