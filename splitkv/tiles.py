@@ -229,7 +229,9 @@ def shared_bytes(
         # Products of warp groups run on while the next block is copied, which takes a buffer more. Their weights stay
         # in registers, but where eight warps share them.
         weights = rows * block_n if rows * max(width, width_v) >= 64 * 256 else 0
-        return itemsize * (num_stages * block_n * columns + query + weights) + 1024 + 128
+        return itemsize * (num_stages * block_n * columns + query + weights) + (
+            1024 if _cuda_arch(target) < 100 else 1152
+        )
     buffers = (num_stages - 1) * block_n * columns * (1 if quantized else itemsize)
     if num_stages == 1:
         # Without a pipeline values take the place of their keys, and on AMD both that of the query.
@@ -322,6 +324,8 @@ def fit_rows(
     if target.arch == "cpu":
         return rows
     # Seen in the code compiled for each target: larger tiles of results than these spill, whatever the block.
+    if target.arch.startswith("hip:"):
+        rows = min(rows, 64)
     wide = max(_widths(head_dim, head_dim_v, latent))
     most = 64 * 288
     if _without_tensor_cores(target, dtype):

@@ -376,6 +376,7 @@ def table(versions: str, compiler: Compiler) -> str:
             ("bfloat16", 128, 128, 16, True, False),
             ("bfloat16", 128, 128, 16, True, True),
             ("bfloat16", 128, 128, 64, True, False),
+            ("bfloat16", 128, 128, 128, True, False),
             ("bfloat16", 128, 128, 16, False, False),
             ("bfloat16", 256, 256, 16, True, False),
             ("bfloat16", 256, 256, 64, True, False),
@@ -391,10 +392,11 @@ def table(versions: str, compiler: Compiler) -> str:
         f"Compiled by {versions} for GPUs that were not there: `python tests/test_compile.py --table`. Paged, pages of",
         "16 tokens, balanced schedule. Tiles are tokens per block × stages × warps; programs are those meant to share",
         "a multiprocessor. Registers are per thread, shared memory per program, spills in bytes per thread (gfx942:",
-        "registers).",
+        "registers); last how many loads and stores of spilled ones the loops over keys have (gfx942: all).",
         "",
-        "| widths | dtype | rows | K, V rows | query tiles | GPU | tiles | programs | registers | shared | spills |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| widths | dtype | rows | K, V rows | query tiles | GPU | tiles | programs | registers | shared | spills "
+        "| in loops |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case, answer in compiler.compile(cases):
         if isinstance(answer, str):
@@ -404,7 +406,7 @@ def table(versions: str, compiler: Compiler) -> str:
             f"| {case.head_dim}, {case.width_v} | {case.dtype} | {used.rows} "
             f"| {'aligned' if case.aligned else 'unaligned'} | {'few' if case.few else 'many'} | {case.arch} "
             f"| {used.tiles[0]} × {used.tiles[1]} × {used.num_warps} | {used.programs} | {used.registers} "
-            f"| {used.shared} | {used.spills} |"
+            f"| {used.shared} | {used.spills} | {used.spills_in_loop} |"
         )
     return "\n".join(lines) + "\n"
 
