@@ -212,6 +212,11 @@ def show(rows: list[Row], where: dict[str, str]) -> None:
         ]
         for row in rows
     ]
+    print_table(title, header, cells)
+
+
+def print_table(title: str, header: list[str], cells: list[list[str]]) -> None:
+    """Print a table whose first column is text, with rich where it is installed."""
     if importlib.util.find_spec("rich") is not None:
         from rich.console import Console
         from rich.table import Table
