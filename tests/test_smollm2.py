@@ -130,3 +130,24 @@ def test_logits_in_16_bits_are_as_near_as_sdpas(real: Real, dtype: torch.dtype) 
     finally:
         real.model.float().load_state_dict(weights)
     assert 0 < errors["splitkv-real"] <= errors["sdpa"], errors
+
+
+@pytest.mark.gpu
+def test_engine_generates_likeliest_tokens_by_graphs_in_bfloat16(real: Real) -> None:
+    """The whole step is a CUDA graph. Rounding decides between tokens that are about as likely, by PyTorch's too."""
+    weights = {name: tensor.clone() for name, tensor in real.model.state_dict().items()}
+    try:
+        model = real.model.to(torch.bfloat16)
+        engine = Engine(Llama.from_transformers(model, 256), max_len=256, num_pages=64, max_batch_size=4)
+        requests = [Request(prompt, 3 * TOKENS) for prompt in real.prompts]
+        answers = engine.generate(requests)
+        assert engine.graphs and all(request.length == len(request.prompt) + 3 * TOKENS for request in requests)
+        for prompt, answer in zip(real.prompts, answers, strict=True):
+            ids = torch.tensor([prompt + answer], device=model.device)
+            model.set_attn_implementation("sdpa")
+            with torch.inference_mode():
+                logits = model(ids[:, :-1]).logits[0, len(prompt) - 1 :].float()
+            gaps = logits.amax(1) - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+            assert (gaps > 0).float().mean() < 0.1 and gaps.max() < 0.02 * logits.abs().max()
+    finally:
+        real.model.float().load_state_dict(weights)
