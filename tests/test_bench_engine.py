@@ -19,6 +19,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "ENGINE_BURST", 1)
 
 
+@pytest.mark.filterwarnings("ignore:::torch")  # PyTorch's compiler warns of much, on a GPU
 def test_every_way_is_timed_and_checked(
     tmp_path: Path, device: torch.device, capsys: pytest.CaptureFixture[str]
 ) -> None:

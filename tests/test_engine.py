@@ -192,6 +192,7 @@ def test_sizes_that_do_not_fit_are_refused(model: Llama, changes: dict[str, Any]
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:::torch")  # PyTorch's compiler warns of much
 @pytest.mark.parametrize("compiled", [False, True], ids=["graphs", "compiled"])
 def test_graphs_give_what_the_model_gives(device: torch.device, compiled: bool) -> None:
     model = random_llama(device, torch.bfloat16)

@@ -87,6 +87,24 @@ def test_generate(device: torch.device, name: str, cache: str | None) -> None:
     assert len(set(wanted.sequences[:, 9:].flatten().tolist())) > 1
 
 
+def test_from_pretrained(device: torch.device, tmp_path: Path) -> None:
+    model, inputs = small_model("llama", device), padded_batch(device)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="splitkv").to(device)
+    assert loaded.config._attn_implementation == "splitkv"
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**inputs).logits[:, -1], model(**inputs).logits[:, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_beams(device: torch.device) -> None:
+    """Beams reorder the cache between steps."""
+    model, inputs = small_model("llama", device), padded_batch(device)
+    wanted, got = (
+        generated(model, implementation, inputs, tokens=3, num_beams=2) for implementation in ("eager", "splitkv")
+    )
+    assert got.sequences.tolist() == wanted.sequences.tolist()
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [("window", {"sliding_window": 64}), ("softcap", {"attn_logit_softcapping": None})],
@@ -316,6 +334,7 @@ def test_a_step_over_a_static_cache_in_a_graph(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:::torch")  # PyTorch's compiler warns of much
 def test_generate_compiles_around_attention(device: torch.device) -> None:
     """generate compiles a static cache's decode step by itself, and breaks the graph at attention."""
     integration.register("splitkv-gpu")
