@@ -14,8 +14,9 @@ import torch
 import triton
 from torch import Tensor
 
-from splitkv import _interpreter, checks, masks
+from splitkv import _interpreter, checks, masks, operators
 from splitkv.config import StepConfig, align_up, cdiv, next_power_of_2, require_int
+from splitkv.kernels.launch import launch
 from splitkv.kernels.prepared import PreparedLaunch, read_in_place
 from splitkv.kernels.step import advance_kernel, bind_kernel, stage_kernel
 from splitkv.workspace import aligned_bytes, carve
@@ -240,8 +241,7 @@ class StepState:
             out_cache_loc_ptr=self.out_cache_loc,
             needs_page_ptr=self.needs_page,
         )
-        block_b = min(512, max(32, next_power_of_2(config.max_batch_size)))
-        constants = dict(BLOCK_B=block_b, BLOCK_T=BLOCK_T)
+        constants = _blocks(config.max_batch_size)
         sizes = ("page_size", "max_pages", "steps", "stride_table_row")
         self._sizes = (
             self.page_size,
@@ -534,17 +534,16 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
         Raises:
             TypeError, ValueError: dtype, rank, size, stride or device of num_new; nothing was launched.
         """
+        if operators.tracing(self.seq_lens):
+            torch.ops.splitkv.advance(
+                num_new, self.page_table, self.req_pool_indices, self.qo_indptr, self.position_ids, self.seq_lens,
+                self.pending, self.kv_indptr, self.out_cache_loc, self.needs_page, self.page_size,
+            )  # fmt: skip
+            return
         if num_new is None:
             self._advance(1, 0, *self._advance_sizes)
             return
-        num_new = checks.check_tensor("num_new", num_new)
-        checks.check_dtype("num_new", num_new, torch.int32, torch.int64)
-        checks.check_rank("num_new", num_new, 1)
-        checks.check_last_stride("num_new", num_new)
-        checks.check_device("num_new", num_new, self.device, "the state")
-        counts, most = num_new.shape[0], self.config.max_batch_size
-        if counts > most:
-            raise ValueError(f"num_new: expected at most {most} counts (max_batch_size), given {counts}")
+        counts = _check_counts(num_new, self.config.max_batch_size, self.device)
         advance = self._advance_by.get(num_new.dtype)
         if advance is None:
             advance = self._advance_by[num_new.dtype] = self._advancing(num_new)
@@ -647,6 +646,70 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
             raise ValueError(f"position_ids: expected at most {self.config.max_batch_size} rows, given {batch}")
         require_int("total_len", total_len, 0, self.config.max_mask_len)
         return masks.position_mask(self.input_mask[:batch, :, :total_len], position_ids)
+
+
+def _blocks(max_batch: int) -> dict[str, Any]:
+    """The constants of the kernels that lay requests and tokens out."""
+    return dict(BLOCK_B=min(512, max(32, next_power_of_2(max_batch))), BLOCK_T=BLOCK_T)
+
+
+def _check_counts(num_new: object, most: int, device: torch.device) -> int:
+    """Check what `advance` is given, and return how many counts there are."""
+    num_new = checks.check_tensor("num_new", num_new)
+    checks.check_dtype("num_new", num_new, torch.int32, torch.int64)
+    checks.check_rank("num_new", num_new, 1)
+    checks.check_last_stride("num_new", num_new)
+    checks.check_device("num_new", num_new, device, "the state")
+    if num_new.shape[0] > most:
+        raise ValueError(f"num_new: expected at most {most} counts (max_batch_size), given {num_new.shape[0]}")
+    return num_new.shape[0]
+
+
+@operators.operator(
+    "advance(Tensor? num_new, Tensor page_table, Tensor rows, Tensor qo_indptr, Tensor(a!) position_ids, "
+    "Tensor(b!) seq_lens, Tensor(c!) pending, Tensor(d!) kv_indptr, Tensor(e!) out_cache_loc, Tensor(f!) needs_page, "
+    "SymInt page_size)"
+)
+def _advance_operator(
+    num_new: Tensor | None,
+    page_table: Tensor,
+    rows: Tensor,
+    qo_indptr: Tensor,
+    position_ids: Tensor,
+    seq_lens: Tensor,
+    pending: Tensor,
+    kv_indptr: Tensor,
+    out_cache_loc: Tensor,
+    needs_page: Tensor,
+    page_size: int,
+) -> None:
+    max_batch = seq_lens.shape[0]
+    launch(
+        advance_kernel,
+        (1,),
+        seq_lens.device,
+        operands=dict(
+            num_new_ptr=num_new,
+            table_ptr=page_table,
+            position_ids_ptr=position_ids,
+            rows_ptr=rows,
+            seq_lens_ptr=seq_lens,
+            pending_ptr=pending,
+            kv_indptr_ptr=kv_indptr,
+            qo_indptr_ptr=qo_indptr,
+            out_cache_loc_ptr=out_cache_loc,
+            needs_page_ptr=needs_page,
+            counts=0 if num_new is None else _check_counts(num_new, max_batch, seq_lens.device),
+            max_batch=max_batch,
+            max_total_q=out_cache_loc.shape[0],
+            page_size=page_size,
+            max_pages=page_table.shape[1],
+            steps=max_batch.bit_length(),
+            stride_table_row=page_table.stride(0),
+        ),
+        constants=_blocks(max_batch),
+        num_warps=4,
+    )
 
 
 def _array_of(name: str, typecode: str, values: Any) -> array[int]:

@@ -243,6 +243,35 @@ def test_merge():
     assert_as_eager(merge, outs, lses, state=[outs, lses])
 
 
+@pytest.mark.parametrize("counts", [None, [2, 0, 1]])
+def test_a_whole_step(workspace, counts):
+    """What an engine captures: the next lengths and slots, a schedule, a layer, and the sampled tokens."""
+    table = ints([[0, 1], [3, 2], [5, -1]], DEVICE)
+    step = splitkv.StepState.allocate(splitkv.StepConfig(3, max_total_q=6), table, 4, DEVICE)
+    step.bind([0, 1, 2], [4, 7, 4], q_lens=None if counts is None else [2, 1, 2])
+    schedule = splitkv.Schedule.allocate(CONFIG, DEVICE)
+    k, v = torch.randn(2, 6, 4, 1, WIDTH, device=DEVICE).half()
+    kv = splitkv.PagedKV(k, v, table, step.seq_lens, rows=step.req_pool_indices, schedule=schedule)
+    num_new = None if counts is None else torch.tensor(counts, device=DEVICE)
+
+    def run(q, new, sampled):
+        step.advance(num_new)
+        schedule.update(kv)
+        splitkv.append_kv(new, new, kv, step.out_cache_loc)
+        out = splitkv.decode(q, kv, workspace)
+        return out, step.fill_input_ids_from_device(sampled)
+
+    written = ("position_ids", "seq_lens", "pending", "kv_indptr", "out_cache_loc", "needs_page", "input_ids")
+    state = [getattr(step, name) for name in written] + [k, v, schedule.buffer]
+    before = step.seq_lens.clone()
+    new = torch.randn(3, 1, WIDTH, device=DEVICE).half()
+    assert_as_eager(run, queries(3), new, torch.tensor([7, 8, 9], device=DEVICE), state=state)
+    assert not torch.equal(step.seq_lens, before) and int(step.needs_page) == 1
+    if counts is not None:
+        with pytest.raises(ValueError, match="num_new: expected at most 3 counts"):
+            torch.compile(step.advance, fullgraph=True, backend="aot_eager")(torch.ones(4, device=DEVICE).int())
+
+
 def test_views_may_be_made_inside(workspace):
     kv = paged()
 
@@ -428,6 +457,13 @@ def operator_samples():
     yield ops.update_schedule, (schedule.buffer, schedule.spec, 3, *view)
     outs, lses = torch.randn(2, 3, 2, WIDTH, device=DEVICE), torch.randn(2, 3, 2, device=DEVICE)
     yield ops.merge, (outs, lses, None, None, 2.0, "NH", torch.zeros_like(outs[0]), torch.zeros_like(lses[0]))
+
+    step = splitkv.StepState.allocate(splitkv.StepConfig(3), view[6], 4, DEVICE)
+    step.bind([0, 1, 2], [4, 7, 0])
+    yield ops.advance, (
+        ints([1, 1], DEVICE), step.page_table, step.req_pool_indices, step.qo_indptr, step.position_ids, step.seq_lens,
+        step.pending, step.kv_indptr, step.out_cache_loc, step.needs_page, 4,
+    )  # fmt: skip
 
 
 def test_opcheck():
