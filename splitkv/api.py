@@ -400,9 +400,10 @@ def _trace(
 
 def _traced_view_of(buffer: Tensor, name: str, shape: tuple[int, ...] | torch.Size) -> Tensor:
     """As `view_of`, but where the buffer is too small: the operator before it will have refused the call."""
-    if math.prod(shape) > buffer.numel():
-        return buffer.new_empty(shape)
-    return view_of(buffer, name, shape)
+    needed = 1
+    for size in shape:
+        needed *= size
+    return buffer.new_empty(shape) if needed > buffer.numel() else view_of(buffer, name, shape)
 
 
 @operators.operator(

@@ -126,6 +126,40 @@ class Positions:
     step: int
 
 
+@dataclass(frozen=True)
+class Shared:
+    """Two tensors in one storage, as a graph must take them: what writes both would otherwise be given copies.
+
+    Attributes:
+        whole: A tensor that spans them.
+        first, second: Shape, strides and offset in it of the one and the other.
+    """
+
+    whole: Tensor
+    first: tuple[tuple[int, ...], tuple[int, ...], int]
+    second: tuple[tuple[int, ...], tuple[int, ...], int]
+
+    @classmethod
+    def between(cls, a: Tensor, b: Tensor) -> Shared | None:
+        """How two tensors of one dtype share a storage, or None where each has its own."""
+        if torch.compiler.is_compiling():
+            return None  # a graph knows where tensors come from that are made in it
+        storage = a.untyped_storage()
+        if storage._cdata != b.untyped_storage()._cdata:
+            return None
+        whole = a._base
+        if whole is None or whole is not b._base or whole.dtype != a.dtype:
+            with torch.inference_mode(False):
+                whole = torch.empty(0, dtype=a.dtype, device=a.device)
+                whole.set_(storage, 0, (storage.nbytes() // a.itemsize,), (1,))
+        places = [(tuple(t.shape), t.stride(), int(t.storage_offset())) for t in (a, b)]
+        return cls(whole, *places)
+
+    def views(self) -> tuple[Tensor, Tensor]:
+        """The two as views of the whole."""
+        return self.whole.as_strided(*self.first), self.whole.as_strided(*self.second)
+
+
 def _check_cache(name: str, cache: object, rank: int) -> Tensor:
     cache = checks.check_tensor(name, cache)
     checks.check_rank(name, cache, rank)
@@ -137,18 +171,6 @@ def _check_cache(name: str, cache: object, rank: int) -> Tensor:
         # The first dimension may be empty (no page, no token yet): nothing then has a length to read.
         raise ValueError(f"{name}: expected no empty dimension, given shape {checks.shape_text(cache.shape)}")
     return cache
-
-
-def _whole_of(a: Tensor, b: Tensor) -> Tensor | None:
-    """A tensor that spans the storage of both, or None where each has its own."""
-    storage = a.untyped_storage()
-    if storage._cdata != b.untyped_storage()._cdata:
-        return None
-    base = a._base
-    if base is not None and base is b._base and base.dtype == a.dtype:
-        return base  # as compilers expect where a graph has the base or other views of it too
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=a.dtype, device=a.device).set_(storage, 0, (storage.nbytes() // a.itemsize,), (1,))
 
 
 def _check_pair(k_name: str, k: Tensor, v_name: str, v: Tensor) -> None:
@@ -173,8 +195,7 @@ class KVView:
         schedule: A `Schedule` that saves decode its prefix sum over the lengths, or None.
         positions: Where the tokens stand in longer sequences, or None where the view holds those whole (see `shard`).
         addressing: Where tokens lie, as the kernels take it.
-        whole: A tensor that spans k and v where they share a storage, or None: graphs must see that they do.
-        places: Shape, strides and offset of k and of v in `whole`.
+        shared, shared_scales: Where k and v, or their scales, share a storage: graphs must see that they do. Else None.
         tensors: Every tensor that decode may read of it, in the order of `OPERANDS`.
         form: All that decode's checks and constants depend on, addresses aside.
     """
@@ -194,8 +215,8 @@ class KVView:
     schedule: Schedule | None
     positions: Positions | None
     addressing: Addressing
-    whole: Tensor | None
-    places: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+    shared: Shared | None = None
+    shared_scales: Shared | None = None
     tensors: tuple[Tensor | None, ...]
     form: tuple[Hashable, ...]
 
@@ -278,12 +299,8 @@ class KVView:
                 raise ValueError(f"schedule: expected device {k.device} (that of the cache), given {schedule.device}")
         self.rows, self.kv_start, self.len_hint, self.schedule = rows, kv_start, len_hint, schedule
         self.positions = None
-        # Where the view itself is made inside a graph, the graph knows where its tensors come from.
-        self.whole, self.places = None, ()
-        if not (self.latent or torch.compiler.is_compiling()):
-            self.whole = _whole_of(k, v)
-        if self.whole is not None:
-            self.places = tuple((tuple(t.shape), t.stride(), int(t.storage_offset())) for t in (k, v))
+        if not self.latent:
+            self.shared = Shared.between(k, v)
 
     def shard(
         self: View, seq_lens: Tensor, *, starts: Tensor | None = None, rank: int | None = None, size: int | None = None
@@ -341,6 +358,8 @@ class KVView:
             checks.check_scale(name, scale, cache, cache.shape[:-1], self.num_kv_heads)
         self.k_scale, self.v_scale = k_scale, v_scale
         self.scales = Scale.of(k_scale, per_token), Scale.of(v_scale, per_token)
+        if isinstance(k_scale, Tensor) and isinstance(v_scale, Tensor):
+            self.shared_scales = Shared.between(k_scale, v_scale)
 
     @property
     def dtype(self) -> torch.dtype:

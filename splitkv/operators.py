@@ -82,8 +82,10 @@ def take_apart(kv: KVView, scheduled: bool = True) -> tuple[Any, ...]:
         kind = f"{'paged' if where.kind == PAGED else 'csr'} {kv.layout}"
     else:
         kind = "contiguous" if where.kind == CONTIGUOUS else "ragged"
-    if kv.whole is not None:
-        k, v = (kv.whole.as_strided(*place) for place in kv.places)
+    if kv.shared is not None:
+        k, v = kv.shared.views()
+    if kv.shared_scales is not None:
+        k_scale, v_scale = kv.shared_scales.views()
     return (
         k,
         v,

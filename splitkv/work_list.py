@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 HEADER = 3  # by_work, each, share
 MAX_AXIS = 2**30  # the axis of work stays within 32 bits
 NAMES = "list_ptr", "lens_ptr", "indptr_ptr", "kv_start_ptr"
+
+
+@functools.lru_cache(maxsize=64)
+def _calls_of(spec: str) -> PreparedCalls[PreparedLaunches]:
+    """What is remembered of updates in graphs of schedules with this `spec`."""
+    return PreparedCalls()
 
 
 class Schedule:
@@ -59,15 +66,13 @@ class Schedule:
         """Use `allocate`."""
         if not isinstance(config, WorkspaceConfig):
             raise TypeError(f"config: expected a WorkspaceConfig, given {type(config).__name__}")
-        self.config, self.tiles = config, TileTable.given(tiles)
+        self.config, self._tiles = config, TileTable.given(tiles)
         with torch.inference_mode(False):
             # Until the first update: every request weighs 1, in shares as large as the axis needs.
             self.buffer = torch.arange(-HEADER, config.max_batch_size + 1, dtype=torch.int32, device=device)
             self.buffer[:HEADER] = torch.tensor([0, 1, 1], dtype=torch.int32, device=device)
         self.device = self.buffer.device
         self.target = tile_sizes.Target.of(self.device)
-        self._calls = PreparedCalls[PreparedLaunches]()
-        self._chosen_by = self.target, self.tiles
 
     @classmethod
     def allocate(
@@ -90,10 +95,11 @@ class Schedule:
 
     @classmethod
     def of_spec(cls, spec: str, buffer: Tensor) -> Schedule:
-        """The schedule with this `spec` whose list is `buffer`."""
+        """The schedule with this `spec` whose list is `buffer`. Such ones remember their calls together."""
         schedule = cls.__new__(cls)
-        schedule.config, schedule.tiles, schedule.target, _ = read_spec(spec)
+        schedule.config, schedule._tiles, schedule._target, _ = read_spec(spec)
         schedule.buffer, schedule.device = buffer, buffer.device
+        schedule.spec, schedule._calls = spec, _calls_of(spec)
         return schedule
 
     @property
@@ -104,7 +110,21 @@ class Schedule:
     @target.setter
     def target(self, target: tile_sizes.Target) -> None:
         self._target = target
-        self.spec = spec_of(self.config, self.tiles, target)
+        self._changed()
+
+    @property
+    def tiles(self) -> TileTable | None:
+        """Measured tile sizes, as for a workspace."""
+        return self._tiles
+
+    @tiles.setter
+    def tiles(self, tiles: TileTable | None) -> None:
+        self._tiles = tiles
+        self._changed()
+
+    def _changed(self) -> None:
+        self.spec = spec_of(self.config, self._tiles, self._target)
+        self._calls = PreparedCalls[PreparedLaunches]()
 
     @property
     def max_batch_size(self) -> int:
@@ -130,8 +150,6 @@ class Schedule:
         if operators.tracing(self.buffer):
             torch.ops.splitkv.update_schedule(self.buffer, self.spec, batch, *operators.take_apart(kv, scheduled=False))
             return
-        if self._chosen_by[0] is not self.target or self._chosen_by[1] is not self.tiles:  # one was set anew
-            self._chosen_by, self._calls = (self.target, self.tiles), PreparedCalls()
         if batch is not None:
             checks.require_int("batch", batch, 0, self.max_batch_size)
         form = kv.form, batch

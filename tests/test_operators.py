@@ -10,8 +10,8 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import splitkv
-from splitkv import append, operators
-from splitkv.api import PreparedCall
+from splitkv import operators
+from splitkv.kernels.prepared import PreparedLaunches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WIDTH = 16
@@ -286,56 +286,45 @@ def test_views_may_be_made_inside(workspace):
     assert_as_eager(decode, queries(3), *arguments, state=[kv.k, kv.v])
 
 
-class Recorded:
-    """Addresses of what decode and append_kv write, call by call."""
-
-    def __init__(self, monkeypatch):
-        self.written = []
-        run, launch = PreparedCall.run, append.launch
-
-        def recorded_run(call, q, tensors, workspace, *rest):
-            out, lse = rest[-2:]
-            self.written.append(
-                [
-                    (workspace.out if out is None else out).data_ptr(),
-                    (workspace.lse if lse is None else lse).data_ptr(),
-                    workspace.partial_out.data_ptr(),
-                    workspace.partial_lse.data_ptr(),
-                    tensors[0].data_ptr(),
-                    tensors[1].data_ptr(),
-                ]
-            )
-            return run(call, q, tensors, workspace, *rest)
-
-        def recorded_launch(kernel, grid, device, operands, **how):
-            self.written.append([operands["k_ptr"].data_ptr(), operands["v_ptr"].data_ptr()])
-            return launch(kernel, grid, device, operands=operands, **how)
-
-        monkeypatch.setattr(PreparedCall, "run", recorded_run)
-        monkeypatch.setattr(append, "launch", recorded_launch)
-
-
-@pytest.mark.parametrize("allocated", ["apart", "together", "interleaved"])
+@pytest.mark.parametrize("allocated", ["apart", "together", "interleaved", "layers"])
 def test_nothing_is_copied(workspace, monkeypatch, allocated):
     """Inductor runs the operators on the caller's own memory, whether K and V share theirs or not."""
-    together = torch.randn((6, 2, 4, 1, WIDTH) if allocated == "interleaved" else (2, 6, 4, 1, WIDTH), device=DEVICE)
-    k, v = together.half().unbind(1 if allocated == "interleaved" else 0)
+    sizes = {"interleaved": (6, 2, 4, 1, WIDTH), "layers": (2, 2, 6, 4, 1, WIDTH)}
+    memory = torch.randn(sizes.get(allocated, (2, 6, 4, 1, WIDTH)), device=DEVICE).half()
+    pairs = (
+        list(memory) if allocated == "layers" else [memory.transpose(0, 1) if allocated == "interleaved" else memory]
+    )
     if allocated == "apart":
-        k, v = k.clone(), v.clone()
-    kv = splitkv.PagedKV(k, v, ints([[0, 1], [3, 2], [5, 4]], DEVICE), ints([8, 5, 7], DEVICE))
+        pairs = [[memory[0].clone(), memory[1].clone()]]
+    table, lens = ints([[0, 1], [3, 2], [5, 4]], DEVICE), ints([8, 5, 7], DEVICE)
+    views = [splitkv.PagedKV(k, v, table, lens) for k, v in pairs]
     out, lse = torch.zeros(3, 2, WIDTH, device=DEVICE), torch.zeros(3, 2, device=DEVICE)
 
     def step(q, new, slots):
-        splitkv.append_kv(new, new, kv, slots)
-        splitkv.decode(q, kv, workspace, out=out, lse=lse)
-        splitkv.append_kv(new, new, kv, slots + 1)
-        return splitkv.decode_with_lse(q, kv, workspace)
+        for kv in views:
+            splitkv.append_kv(new, new, kv, slots)
+            splitkv.decode(q, kv, workspace, out=out, lse=lse)
+            splitkv.append_kv(new, new, kv, slots + 1)
+            got = splitkv.decode_with_lse(q, kv, workspace)
+        return got
 
     arguments = queries(3), torch.randn(3, 1, WIDTH, device=DEVICE).half(), ints([0, 12, 22], DEVICE)
-    recorded = Recorded(monkeypatch)
-    assert_as_eager(step, *arguments, state=[k, v, out, lse], backend="inductor")
-    eager, compiled = recorded.written[:4], recorded.written[4:]
-    assert len(compiled) == 4 and eager == compiled
+    caches = [cache for kv in views for cache in (kv.k, kv.v)]
+    buffers = [workspace.partial_out, workspace.partial_lse, workspace.out, workspace.lse]
+    known = {tensor.data_ptr() for tensor in (*caches, *buffers, out, lse)}
+    launched, run = [], PreparedLaunches.__call__
+
+    def recorded(launches, tensors, *rest):
+        addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
+        launched.append([address for address in addresses if address in known])
+        return run(launches, tensors, *rest)
+
+    monkeypatch.setattr(PreparedLaunches, "__call__", recorded)
+    with torch._inductor.config.patch(fx_graph_cache=False, compile_threads=1):
+        assert_as_eager(step, *arguments, state=[*caches, out, lse], backend="inductor")
+    count = 4 * len(views)
+    assert len(launched) == 2 * count and all(len(call) >= 2 for call in launched)
+    assert launched[:count] == launched[count:]
 
 
 class Names(TorchDispatchMode):
