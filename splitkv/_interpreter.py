@@ -73,7 +73,8 @@ def _numpy_fault_here() -> str | None:
 def why_not(device_type: str) -> str | None:
     """None where kernels can run on tensors of this device type, else what the user can do about it."""
     if device_type != "cpu":
-        return None
+        known = device_type in ("cuda", "xpu")
+        return None if known else f"expected tensors on a device that kernels run on, given tensors on {device_type}"
     if interpreting():
         return _numpy_fault_here()
     if HAS_GPU:

@@ -60,12 +60,13 @@ class Plan:
 class PreparedCall:
     """A call that was checked, for further ones of the same form: whatever is not an address is the same."""
 
-    __slots__ = ("_launches", "_lse_shape", "_out_shape")
+    __slots__ = ("_launches", "_lse_shape", "_out_shape", "_q_bytes")
 
     def __init__(self, plan: Plan) -> None:
         self._launches = PreparedLaunches(plan.launches, (*GIVEN, *OPERANDS), plan.device)
         self._out_shape = plan.out.shape, plan.out.stride()
         self._lse_shape = None if plan.lse is None else (plan.lse.shape, plan.lse.stride())
+        self._q_bytes = checks.reach(plan.operands["q_ptr"])
 
     def run(
         self,
@@ -82,6 +83,10 @@ class PreparedCall:
         lse: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Launch it for these tensors, `cache` being those of a view, and return its outputs."""
+        # Where outputs lie is no matter of form. In the workspace's own memory nothing but a query can lie: that of a
+        # call after the one whose result it is.
+        first, last = workspace.results
+        apart = out is None and lse is None and not first - self._q_bytes < q.data_ptr() < last
         if out is None:
             out = workspace.out.as_strided(*self._out_shape)
         if lse is None and self._lse_shape is not None:
@@ -100,7 +105,12 @@ class PreparedCall:
                 workspace.partial_out,
                 workspace.partial_lse,
                 *cache,
-            )
+            ),
+            None
+            if apart
+            else lambda: check_outputs_apart(
+                cache, workspace, q, out, lse, qo_indptr, sinks, alibi_slopes, tree_mask, group_ids, prefix_lens
+            ),
         )
         return out, lse
 
@@ -160,7 +170,8 @@ def decode(
         out: [*q.shape[:-1], head_dim_v] of the workspace's dtype, or float32 for a result that is to be merged; any
             strides with the last 1. None: a view of workspace.out, valid until the next call on that workspace.
         lse: q.shape[:-1] float32, any strides: filled with the natural log-sum-exp of each row's scores, without the
-            sink.
+            sink. Neither output shares memory with the other or with what the call reads; a query that is an earlier
+            call's result in workspace.out needs an out of its own.
 
     Returns:
         The output, shaped like q with head_dim_v last. A query token that sees no key gets exactly 0, and -inf in lse.
@@ -335,7 +346,7 @@ def _attend(
         call = workspace.recall(form)
     except (AttributeError, TypeError, RuntimeError):
         form = None  # some argument is no such thing at all: plan_decode says which
-    if call is None or (q.requires_grad and torch.is_grad_enabled()) or checks.debugging():
+    if call is None or checks.needs_grad(q, out, lse) or checks.debugging():
         plan = plan_decode(
             q, kv, workspace, want_lse=want_lse, qo_indptr=qo_indptr, sm_scale=sm_scale, causal=causal,
             window_left=window_left, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, tree_mask=tree_mask,
@@ -376,7 +387,7 @@ def _trace(
     # What the operator cannot see. It raises when the graph runs: of what is raised in a trace the message is lost.
     refusal = None
     try:
-        _check_no_grad(q)
+        checks.check_no_grad("q", q)
         _check_numbers(sm_scale, causal, window_left, softcap, num_splits)
     except TypeError as error:
         refusal = f"TypeError: {error.args[0]}"
@@ -468,6 +479,32 @@ def _decode_operator(
     call.run(
         q, cache, scratch, qo_indptr, sinks, alibi_slopes, tree_mask, group_ids, prefix_lens, given_out, given_lse
     )  # fmt: skip
+
+
+def check_outputs_apart(
+    cache: tuple[Tensor | None, ...],
+    workspace: Workspace,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    qo_indptr: Tensor | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    tree_mask: Tensor | None,
+    group_ids: Tensor | None,
+    prefix_lens: Tensor | None,
+    *exchanged: Tensor,
+) -> None:
+    """Raise ValueError unless the outputs lie apart from each other and from all else that a call reads or writes."""
+    others = (
+        ("q", q), ("qo_indptr", qo_indptr), ("sinks", sinks), ("alibi_slopes", alibi_slopes), ("tree_mask", tree_mask),
+        ("group_ids", group_ids), ("prefix_lens", prefix_lens), ("workspace.partial_out", workspace.partial_out),
+        ("workspace.partial_lse", workspace.partial_lse), *(("kv", tensor) for tensor in cache),
+        *(("exchange", tensor) for tensor in exchanged),
+    )  # fmt: skip
+    checks.check_apart("out", out, (*others, ("lse", lse)))
+    if lse is not None:
+        checks.check_apart("lse", lse, others)
 
 
 def _form_of(tensor: Tensor) -> tuple[Hashable, ...]:
@@ -625,6 +662,7 @@ def check_out(out: object, shape: Sequence[int], beside: Tensor, of: str, *dtype
     checks.check_device("out", out, beside.device, of)
     checks.check_last_stride("out", out)
     checks.check_no_overlap("out", out)
+    checks.check_no_grad("out", out)
 
 
 def check_lse(lse: object, shape: Sequence[int], beside: Tensor, of: str) -> None:
@@ -634,6 +672,7 @@ def check_lse(lse: object, shape: Sequence[int], beside: Tensor, of: str) -> Non
     checks.check_shape("lse", lse, shape)
     checks.check_device("lse", lse, beside.device, of)
     checks.check_no_overlap("lse", lse)
+    checks.check_no_grad("lse", lse)
 
 
 def _check_kinds(kv: object, workspace: object) -> None:
@@ -655,12 +694,6 @@ def _check_numbers(sm_scale: object, causal: object, window_left: object, softca
         checks.check_finite("softcap", softcap, above=0.0)
     if num_splits is not None:
         checks.require_int("num_splits", num_splits, 1, 4096)
-
-
-def _check_no_grad(q: Tensor) -> None:
-    """Raise ValueError for a query that autograd would follow."""
-    if q.requires_grad and torch.is_grad_enabled():
-        raise ValueError("q: expected a tensor outside autograd (decode has no backward), given one that requires grad")
 
 
 def plan_decode(
@@ -692,7 +725,7 @@ def plan_decode(
     config = workspace.config
     q = checks.check_tensor("q", q)
     checks.check_dtype("q", q, config.dtype)
-    _check_no_grad(q)
+    checks.check_no_grad("q", q)
     batch, q_len, total_q, q_strides = _query_shape(q, qo_indptr)
     ragged = qo_indptr is not None
     checks.check_last_stride("q", q)
@@ -746,7 +779,7 @@ def plan_decode(
         if kv.positions is not None:
             raise ValueError("kv: expected a view of whole sequences, given a shard")
 
-    if checks.debugging() and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if checks.debugging(q.device):
         q_lens = [q_len] * batch
         if qo_indptr is not None:
             bounds = qo_indptr.tolist()
@@ -774,6 +807,9 @@ def plan_decode(
         check_lse(lse, q.shape[:-1], q, "q")
     elif want_lse:
         lse = view_of(workspace.lse, "lse", q.shape[:-1])
+    check_outputs_apart(
+        kv.tensors, workspace, q, out, lse, qo_indptr, sinks, alibi_slopes, tree_mask, group_ids, prefix_lens
+    )
 
     # The kernels.
     tile_sizes.check_dtype(workspace.target, config.dtype)
@@ -1085,10 +1121,8 @@ class PreparedMerge:
 
     def __init__(self, step: Launch, within: bool, out: Tensor, lse: Tensor, rules: tuple[float, str]) -> None:
         self._rules = rules
-        operands = step.operands
-        self.launches = PreparedLaunches([step], MERGE_NAMES, out.device)
+        self._launches = PreparedLaunches([step], MERGE_NAMES, out.device)
         self._out, self._lse, self._within = (out.shape, out.dtype), lse.shape, within
-        self._reach = [checks.reach(operands[name]) for name in MERGE_NAMES[:4]]
 
     def run(
         self,
@@ -1100,24 +1134,29 @@ class PreparedMerge:
         lse: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Launch it for these tensors, and return its outputs. Where outputs lie is no matter of form: see `merge`."""
+        made = out is None and lse is None
         if out is None:
             out = torch.empty(self._out[0], dtype=self._out[1], device=outs.device)
             if out.data_ptr() % ALIGNED_BYTES:  # by another allocator than when this was prepared
                 base, layout = self._rules
                 return merge(outs, lses, indptr=indptr, sinks=sinks, lse_base=base, lse_layout=layout, out=out, lse=lse)
-        elif self._near(out, outs, 0):
-            checks.check_in_place("out", out, "outs", outs, self._within)
         if lse is None:
             lse = torch.empty(self._lse, dtype=torch.float32, device=outs.device)
-        elif self._near(lse, lses, 1):
-            checks.check_in_place("lse", lse, "lses", lses, self._within)
-        self.launches((outs, lses, out, lse, sinks, indptr))
+        self._launches(
+            (outs, lses, out, lse, sinks, indptr),
+            None if made else lambda: _check_merged_apart(outs, lses, out, lse, sinks, indptr, self._within),
+        )
         return out, lse
 
-    def _near(self, written: Tensor, read: Tensor, which: int) -> bool:
-        """Whether the memory from one's first element to its last meets that of the other."""
-        first, first_read = written.data_ptr(), read.data_ptr()
-        return first < first_read + self._reach[which] and first_read < first + self._reach[2 + which]
+
+def _check_merged_apart(
+    outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, indptr: Tensor | None, within: bool
+) -> None:
+    """Raise ValueError unless results lie apart from what is merged, or `within` it where they may."""
+    checks.check_in_place("out", out, "outs", outs, within)
+    checks.check_in_place("lse", lse, "lses", lses, within)
+    checks.check_apart("out", out, (("lse", lse), ("lses", lses), ("sinks", sinks), ("indptr", indptr)))
+    checks.check_apart("lse", lse, (("outs", outs), ("sinks", sinks), ("indptr", indptr)))
 
 
 _merges = PreparedCalls[PreparedMerge]()
@@ -1188,7 +1227,7 @@ def merge(
         call = _merges.recall(form)
     except (AttributeError, TypeError, RuntimeError):
         form = None  # some argument is no such thing at all: the checks say which
-    if call is not None and not checks.debugging():
+    if call is not None and not checks.needs_grad(outs, lses, out, lse) and not checks.debugging():
         return call.run(outs, lses, indptr, sinks, out, lse)
     step, within, out, lse = _plan_merge(outs, lses, indptr, sinks, lse_base, lse_layout, out, lse)
     if form is None:
@@ -1197,7 +1236,7 @@ def merge(
         if call is None:
             call = PreparedMerge(step, within, out, lse, (lse_base, lse_layout))
             _merges.remember(form, call)
-        call.launches((outs, lses, out, lse, sinks, indptr))
+        call.run(outs, lses, indptr, sinks, out, lse)
     return out, lse
 
 
@@ -1220,6 +1259,8 @@ def _plan_merge(
         checks.check_index_vector("indptr", indptr, outs.device, "outs", least=1)
     out_shape, lse_shape = _merged_shapes(outs, indptr, lse_layout)
     checks.check_last_stride("outs", outs)
+    for name, partials in (("outs", outs), ("lses", lses)):
+        checks.check_no_grad(name, partials)
     if isinstance(lse_base, bool) or not isinstance(lse_base, (int, float)) or lse_base not in (math.e, 2):
         raise ValueError(f"lse_base: expected math.e or 2, given {lse_base!r}")
     heads_last = lse_layout == "NH"
@@ -1233,7 +1274,7 @@ def _plan_merge(
             raise ValueError(f"sinks: expected outs with a dimension of heads, given {checks.shape_text(outs.shape)}")
         also = {outs.dtype: None} | ({out.dtype: None} if isinstance(out, Tensor) and out.dtype in DTYPES else {})
         _check_heads("sinks", sinks, outs, "outs", *{torch.float32: None, **also})
-    if indptr is not None and checks.debugging() and not (outs.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if indptr is not None and checks.debugging(outs.device):
         checks.check_prefix_sums("indptr", indptr.tolist(), outs.shape[0])
     head_dim_v = outs.shape[-1]
     block = min(1024, max(16, next_power_of_2(head_dim_v)))
@@ -1243,12 +1284,11 @@ def _plan_merge(
         out = torch.empty(out_shape, dtype=outs.dtype, device=outs.device)
     else:
         check_out(out, out_shape, outs, "outs", *DTYPES)
-        checks.check_in_place("out", out, "outs", outs, within)
     if lse is None:
         lse = torch.empty(lse_shape, dtype=torch.float32, device=outs.device)
     else:
         check_lse(lse, lse_shape, outs, "outs")
-        checks.check_in_place("lse", lse, "lses", lses, within)
+    _check_merged_apart(outs, lses, out, lse, sinks, indptr, within)
     if not heads_last:
         lses, written_lse = lses.transpose(-2, -1), lse.transpose(-2, -1)
     else:

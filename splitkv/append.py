@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ MOVE_BLOCK = 256
 
 APPEND_NAMES = "k_new_ptr", "v_new_ptr", "slots_ptr", "k_ptr", "v_ptr", "k_scale_ptr", "v_scale_ptr"
 MOVE_NAMES = "source_ptr", "target_ptr", "k_ptr", "v_ptr", "k_scale_ptr", "v_scale_ptr"
+ARGUMENTS = {APPEND_NAMES: ("k_new", "v_new", "slots"), MOVE_NAMES: ("src_slots", "dst_slots")}
 _calls = PreparedCalls[PreparedLaunches]()
 
 
@@ -61,11 +62,21 @@ def _check_new(name: str, new: object, kv: KVView, width: int, dtype: torch.dtyp
     checks.check_shape(name, new, ["tokens", kv.num_kv_heads, width])
     checks.check_device(name, new, kv.device, "kv")
     checks.check_last_stride(name, new)
+    checks.check_no_grad(name, new)
     return new
 
 
+def _check_apart(kv: KVView, read: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Raise ValueError unless a cache that will be written lies apart from these, and its values from its keys."""
+    if not _same_memory(kv):
+        checks.check_apart("kv.v", kv.v, [("kv.k", kv.k)])
+    for name, tensor in read:
+        if tensor is not None:
+            checks.check_apart(name, tensor, [("the cache that is written", cache) for cache in (kv.k, kv.v)])
+
+
 def _check_slots_in_debug(name: str, slots: Tensor, count: int) -> None:
-    if checks.debugging() and slots.numel() and int(slots.max()) >= count:
+    if checks.debugging(slots.device) and slots.numel() and int(slots.max()) >= count:
         row = int((slots >= count).nonzero()[0])
         raise ValueError(f"{name}: expected slots < {count} (the cache's), given {int(slots[row])} at index {row}")
 
@@ -145,7 +156,7 @@ def _run(names: tuple[str, ...], given: tuple[Tensor | None, ...], kv: KVView, p
         call = _calls.recall(form)
     except (AttributeError, TypeError, RuntimeError):
         form = None  # some argument is no such thing at all: the checks say which
-    if call is None or checks.debugging():
+    if call is None or checks.needs_grad(*given) or checks.debugging():
         step = plan()
         if form is None:
             step.run(kv.device)
@@ -153,7 +164,7 @@ def _run(names: tuple[str, ...], given: tuple[Tensor | None, ...], kv: KVView, p
         if call is None:
             call = PreparedLaunches([step], names, kv.device)
             _calls.remember(form, call)
-    call((*given, *_cache_tensors(kv)))
+    call((*given, *_cache_tensors(kv)), lambda: _check_apart(kv, zip(ARGUMENTS[names], given, strict=True)))
 
 
 def _cache_form(kv: KVView) -> tuple[Hashable, ...]:
@@ -189,6 +200,7 @@ def _plan_append(k_new: Tensor, v_new: Tensor | None, kv: KVView, slots: Tensor)
             raise ValueError(f"v_new: expected {tokens} tokens (those of k_new), given {v_new.shape[0]}")
     tile_sizes.check_cache_dtype(tile_sizes.Target.of(kv.device), kv.dtype)
     checks.check_index_vector("slots", slots, kv.device, "kv", least=tokens)
+    _check_apart(kv, [("k_new", k_new), ("v_new", v_new), ("slots", slots)])
     refusal = _interpreter.why_not(kv.device.type)
     if refusal is not None:
         raise ValueError(f"kv: {refusal}")
@@ -284,6 +296,7 @@ def _plan_move(kv: KVView, src_slots: Tensor, dst_slots: Tensor) -> Launch:
     where = _slots_of(kv)
     checks.check_index_vector("src_slots", src_slots, kv.device, "kv")
     checks.check_index_vector("dst_slots", dst_slots, kv.device, "kv")
+    _check_apart(kv, [("src_slots", src_slots), ("dst_slots", dst_slots)])
     checks.check_shape("dst_slots", dst_slots, src_slots.shape)
     refusal = _interpreter.why_not(kv.device.type)
     if refusal is not None:

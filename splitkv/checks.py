@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from splitkv.config import DTYPES, QUANTIZED_DTYPES, require_int
 
 __all__ = [
+    "as_device",
+    "check_apart",
     "check_cache_dtype",
     "check_device",
     "check_dtype",
@@ -20,6 +22,7 @@ __all__ = [
     "check_in_place",
     "check_index_vector",
     "check_last_stride",
+    "check_no_grad",
     "check_no_overlap",
     "check_prefix_sums",
     "check_rank",
@@ -28,14 +31,27 @@ __all__ = [
     "check_tensor",
     "check_values",
     "debugging",
+    "extent",
+    "has_memory",
     "is_fake",
+    "needs_grad",
+    "reach",
     "require_int",
+    "touches",
 ]
 
 
-def debugging() -> bool:
-    """Whether SPLITKV_DEBUG=1 asks for checks of values on the device, which read them back and so wait for it."""
-    return os.environ.get("SPLITKV_DEBUG") == "1"
+def debugging(device: torch.device | None = None) -> bool:
+    """Whether SPLITKV_DEBUG=1 asks for checks of values on the device, which read them back and so wait for it.
+
+    With a device: unless its current stream is being captured, when nothing can be read back.
+    """
+    if os.environ.get("SPLITKV_DEBUG") != "1":
+        return False
+    if device is None or device.type != "cuda":
+        return device is None or device.type != "meta"
+    with torch.cuda.device(device):
+        return not torch.cuda.is_current_stream_capturing()
 
 
 def shape_text(shape: Sequence[object]) -> str:
@@ -47,6 +63,9 @@ def check_tensor(name: str, value: object) -> Tensor:
     """Raise TypeError unless `value` is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, given {type(value).__name__}")
+    if value.is_nested or value.layout != torch.strided:
+        layout = "a nested tensor" if value.is_nested else f"a {value.layout} layout"
+        raise ValueError(f"{name}: expected a dense tensor of elements with strides, given {layout}")
     # Operators ask it of the tensors that they are run with: a trace could not.
     if not torch.compiler.is_compiling() and value.is_neg():
         raise ValueError(f"{name}: expected numbers as they lie in memory, given a negated view (call resolve_neg())")
@@ -56,6 +75,19 @@ def check_tensor(name: str, value: object) -> Tensor:
 def is_fake(tensor: object) -> bool:
     """Whether this is a tensor of PyTorch's `FakeTensorMode`, which has a device but no memory."""
     return type(tensor) is not Tensor and isinstance(tensor, FakeTensor)  # of a plain tensor answered at once
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether addresses mean something: not on the meta device, and not while a call is traced."""
+    return not (tensor.is_meta or torch.compiler.is_compiling() or is_fake(tensor))
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd would have to follow what happens to one of these tensors."""
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            return torch.is_grad_enabled()
+    return False
 
 
 def check_rank(name: str, tensor: Tensor, *ranks: int) -> None:
@@ -123,6 +155,24 @@ def check_scale(name: str, scale: object, cache: Tensor, per_token: Sequence[int
         )
 
 
+def as_device(value: object) -> torch.device:
+    """What a `device` argument means.
+
+    Raises:
+        TypeError, ValueError: no device, or none that torch has here.
+    """
+    if not isinstance(value, (str, torch.device)):
+        raise TypeError(f"device: expected a torch.device or its name, given {value!r}")
+    try:
+        device = torch.device(value)
+    except RuntimeError:
+        raise ValueError(f"device: expected the name of a torch device, given {value!r}") from None
+    counts = {"cpu": lambda: 1, "meta": lambda: 1, "cuda": torch.cuda.device_count, "xpu": torch.xpu.device_count}
+    if device.type not in counts or (device.index or 0) >= counts[device.type]():
+        raise ValueError(f"device: expected one that is here and that kernels can run on, given {device}")
+    return device
+
+
 def check_device(name: str, tensor: Tensor, device: torch.device, of: str) -> None:
     """Raise ValueError unless the tensor lives on `device`, the device of the argument named by `of`."""
     if tensor.device != device:
@@ -136,9 +186,76 @@ def check_last_stride(name: str, tensor: Tensor) -> None:
 
 
 def check_no_overlap(name: str, tensor: Tensor) -> None:
-    """Raise ValueError where a tensor that will be written has an expanded dimension: its rows would share memory."""
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise ValueError(f"{name}: expected memory of its own per row, given strides {shape_text(tensor.stride())}")
+    """Raise ValueError unless every element of a tensor that will be written has memory of its own.
+
+    Of strides that interleave without meeting, such as (3, 2) for [2, 3], this says no too.
+    """
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                raise ValueError(
+                    f"{name}: expected memory of its own per row and element, given strides "
+                    f"{shape_text(tensor.stride())} for {shape_text(tensor.shape)}"
+                )
+            reach += (size - 1) * stride
+
+
+def check_no_grad(name: str, tensor: Tensor) -> None:
+    """Raise ValueError where autograd would have to follow what happens to the tensor."""
+    if needs_grad(tensor):
+        raise ValueError(
+            f"{name}: expected a tensor outside autograd (there is no backward), given one that requires grad"
+        )
+
+
+def check_apart(name: str, tensor: Tensor, others: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Raise ValueError where a tensor that will be written shares memory with one that the call reads or writes too.
+
+    They may interleave where a stride of either shows that they do not meet, as columns of one buffer do.
+
+    Args:
+        name: Of the argument.
+        tensor: Will be written.
+        others: With their names. What is no dense tensor is for other checks to refuse.
+    """
+    if not has_memory(tensor):
+        return
+    span = extent(tensor)
+    for of, other in others:
+        if not isinstance(other, Tensor) or other.is_nested or other.layout != torch.strided:
+            continue
+        if touches(span, [extent(other)]) and not _interleave(tensor, other):
+            raise ValueError(
+                f"{name}: expected memory apart from {of}, given a tensor of shape {shape_text(tensor.shape)} that "
+                "shares memory with it"
+            )
+
+
+def touches(span: tuple[int, int], others: Iterable[tuple[int, int]]) -> bool:
+    """Whether a stretch of addresses meets one of others."""
+    first, last = span
+    for low, high in others:  # any() would take twice as long
+        if low < last and first < high:
+            return first < last
+    return False
+
+
+def _interleave(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in stretches of their own modulo some stride."""
+    distance = b.data_ptr() - a.data_ptr()
+    steps = [
+        [(size - 1, stride * t.element_size()) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
+        for t in (a, b)
+    ]
+    for period in {stride for own in steps for _, stride in own if stride}:
+        widths = [
+            t.element_size() + sum(count * stride for count, stride in own if stride % period)
+            for t, own in zip((a, b), steps, strict=True)
+        ]
+        if widths[0] <= distance % period and distance % period + widths[1] <= period:
+            return True
+    return False
 
 
 def check_in_place(name: str, tensor: Tensor, of: str, parts: Tensor, within: bool) -> None:
@@ -146,8 +263,7 @@ def check_in_place(name: str, tensor: Tensor, of: str, parts: Tensor, within: bo
 
     With `within` it may also be parts[i], or lie between them like another one, as in a buffer of one part more.
     """
-    (first, last), (first_part, last_part) = _extent(tensor), _extent(parts)
-    if last <= first_part or last_part <= first:
+    if not has_memory(tensor) or not touches(extent(tensor), [extent(parts)]) or _interleave(tensor, parts):
         return
     if within and tensor.dtype == parts.dtype:
         rows = list(zip(parts.shape, parts.stride(), strict=True))
@@ -168,18 +284,18 @@ def check_in_place(name: str, tensor: Tensor, of: str, parts: Tensor, within: bo
     )
 
 
-def reach(tensor: Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
+def extent(tensor: Tensor) -> tuple[int, int]:
     """The addresses from a tensor's first byte to past its last."""
     first = tensor.data_ptr()
     return first, first + reach(tensor)
+
+
+def reach(tensor: Tensor) -> int:
+    """Bytes from a tensor's first to past its last."""
+    if tensor.numel() == 0:
+        return 0
+    reached = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reached + 1) * tensor.element_size()
 
 
 def check_index_vector(name: str, tensor: object, device: torch.device, of: str, least: int | None = None) -> Tensor:

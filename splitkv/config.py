@@ -14,6 +14,7 @@ MAX_TILE_ROWS = 128
 MAX_HEAD_DIM = 576
 DEFAULT_MAX_SPLITS = 2048
 DEFAULT_PARTIAL_BYTES = 64 * 10**6
+MAX_HEADS = 65535  # the second dimension of a grid
 MAX_COUNT = 2**30  # of requests and tokens: sums of two still fit 32 bits
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FNUZ_DTYPES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -99,8 +100,8 @@ class WorkspaceConfig:
     (16, 2048, 19038208)
 
     Args:
-        max_batch_size: Most requests in one call, ≥ 1.
-        num_q_heads: Query heads, a multiple of num_kv_heads.
+        max_batch_size: Most requests in one call, 1…2³⁰.
+        num_q_heads: Query heads, a multiple of num_kv_heads, at most 65535.
         num_kv_heads: Key/value heads, ≥ 1.
         head_dim: Width of a query and of a key, 1…576 elements.
         head_dim_v: Width of a value and of an output row, 1…576 elements. None: head_dim.
@@ -139,9 +140,9 @@ class WorkspaceConfig:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
 
-        require_int("max_batch_size", self.max_batch_size, 1)
-        require_int("num_kv_heads", self.num_kv_heads, 1)
-        require_int("num_q_heads", self.num_q_heads, 1)
+        require_int("max_batch_size", self.max_batch_size, 1, MAX_COUNT)
+        require_int("num_kv_heads", self.num_kv_heads, 1, MAX_HEADS)
+        require_int("num_q_heads", self.num_q_heads, 1, MAX_HEADS)
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_q_heads: expected a multiple of num_kv_heads = {self.num_kv_heads}, given {self.num_q_heads}"
@@ -150,7 +151,7 @@ class WorkspaceConfig:
         default("head_dim_v", self.head_dim)
         require_int("head_dim_v", self.head_dim_v, 1, MAX_HEAD_DIM)
         default("max_total_q", self.max_batch_size)
-        require_int("max_total_q", self.max_total_q, 1)
+        require_int("max_total_q", self.max_total_q, 1, MAX_COUNT)
         rows = min(64, max(MIN_TILE_ROWS, next_power_of_2(self.group_size)))
         if self.max_total_q > self.max_batch_size:
             rows = 64
@@ -160,14 +161,14 @@ class WorkspaceConfig:
         require_int("q_tile_rows", self.q_tile_rows, MIN_TILE_ROWS, MAX_TILE_ROWS)
         if self.q_tile_rows != next_power_of_2(self.q_tile_rows):
             raise ValueError(f"q_tile_rows: expected a power of two, given {self.q_tile_rows}")
-        require_int("max_parts", self.max_parts, 1)
+        require_int("max_parts", self.max_parts, 1, MAX_COUNT)
         if self.split_tokens is not None:
-            require_int("split_tokens", self.split_tokens, 1)
+            require_int("split_tokens", self.split_tokens, 1, MAX_COUNT)
             default("max_splits", self.max_q_tiles * self.num_kv_heads * self.max_parts)
         else:
             partial_bytes = self.q_tile_rows * (self.head_dim_v + 1) * 4
             default("max_splits", min(DEFAULT_MAX_SPLITS, DEFAULT_PARTIAL_BYTES // partial_bytes))
-        require_int("max_splits", self.max_splits, 1)
+        require_int("max_splits", self.max_splits, 1, MAX_COUNT)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype: expected one of {', '.join(map(str, DTYPES))}, given {self.dtype}")
 

@@ -75,10 +75,13 @@ class Exchange:
             raise TypeError(f"config: expected a WorkspaceConfig, given {type(config).__name__}")
         if not isinstance(by_heads, bool):
             raise TypeError(f"by_heads: expected True or False, given {by_heads!r}")
+        device = checks.as_device(device)
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError(
                 "group: expected torch.distributed.init_process_group() to have been called, given no group"
             )
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group: expected a torch.distributed.ProcessGroup or None, given {type(group).__name__}")
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
             raise ValueError("group: expected a group that this process is a member of, given another")
@@ -157,10 +160,23 @@ def round_robin_lens(seq_lens: Tensor, rank: int, size: int, *, out: Tensor | No
     Args:
         seq_lens: int32 lengths of the whole sequences.
         rank, size: As for `KVView.shard`.
-        out: Shaped like seq_lens, int32, filled and returned; made where None.
+        out: Shaped like seq_lens, int32, filled and returned; made where None. It may be seq_lens itself.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected, and what was given.
     """
+    seq_lens = checks.check_tensor("seq_lens", seq_lens)
+    checks.check_dtype("seq_lens", seq_lens, torch.int32)
     checks.require_int("size", size, 1)
     checks.require_int("rank", rank, 0, size - 1)
+    if out is not None:
+        out = checks.check_tensor("out", out)
+        checks.check_dtype("out", out, torch.int32)
+        checks.check_shape("out", out, seq_lens.shape)
+        checks.check_device("out", out, seq_lens.device, "seq_lens")
+        checks.check_no_overlap("out", out)
+        if out.data_ptr() != seq_lens.data_ptr() or out.stride() != seq_lens.stride():
+            checks.check_apart("out", out, [("seq_lens", seq_lens)])
     out = torch.add(seq_lens, size - 1 - rank, out=out)
     return out.div_(size, rounding_mode="floor")
 
@@ -262,6 +278,7 @@ def decode(
         api.check_sinks(sinks, q, workspace.config.dtype)
         if exchange.by_heads:
             sinks = sinks[rank * share : (rank + 1) * share]
+    given = out is not None or lse is not None
     if out is None:
         out = api.view_of(workspace.out, "out", (*tokens, share, width))
     else:
@@ -270,7 +287,12 @@ def decode(
         lse = api.view_of(workspace.lse, "lse", (*tokens, share))
     else:
         api.check_lse(lse, (*tokens, share), q, "q")
-    if checks.debugging() and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if given:
+        api.check_outputs_apart(
+            kv.tensors, workspace, q, out, lse, qo_indptr, sinks, alibi_slopes, tree_mask, None, None,
+            exchange.sent, exchange.received,
+        )  # fmt: skip
+    if checks.debugging(q.device):
         _check_lengths(kv, exchange, q.shape[0] if qo_indptr is None else qo_indptr.shape[0] - 1)
 
     views = exchange.views(tuple(tokens), heads, width)

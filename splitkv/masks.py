@@ -59,6 +59,7 @@ def _check_out(out: object, shape: tuple[int | str, ...], dtype: torch.dtype = t
     refusal = _interpreter.why_not(out.device.type)
     if refusal is not None:
         raise ValueError(f"out: {refusal}")
+    checks.check_no_grad("out", out)
     return out
 
 
@@ -210,10 +211,17 @@ def _attention_mask(
         raise TypeError(f"causal: expected True or False, given {causal!r}")
     if window_left is not None:
         require_int("window_left", window_left, 0)
+    checks.check_apart("out", out, [("seq_lens", seq_lens), ("kv_start", kv_start), ("qo_indptr", qo_indptr)])
     max_len = out.shape[-1]
-    if checks.debugging() and batch and int(seq_lens[:batch].max()) > max_len:
-        row = int((seq_lens[:batch] > max_len).nonzero()[0])
-        raise ValueError(f"seq_lens: expected lengths up to {max_len} (out's), given {int(seq_lens[row])} in row {row}")
+    if checks.debugging(out.device) and batch:
+        if int(seq_lens[:batch].max()) > max_len:
+            row = int((seq_lens[:batch] > max_len).nonzero()[0])
+            raise ValueError(
+                f"seq_lens: expected lengths up to {max_len} (out's), given {int(seq_lens[row])} in row {row}"
+            )
+        checks.check_values("seq_lens", seq_lens[:batch].tolist(), 0)
+        checks.check_values("kv_start", [] if kv_start is None else kv_start[:batch].tolist(), 0)
+        checks.check_prefix_sums("qo_indptr", [] if qo_indptr is None else qo_indptr.tolist(), out.shape[0])
     rows = out.numel() // max_len if max_len else 0
     launch(
         attention_mask_kernel,
@@ -274,6 +282,7 @@ def position_mask(out: Tensor, position_ids: Tensor) -> Tensor:
         checks.check_shape("position_ids", position_ids, ["batch", 1])
     out = _check_out(out, (position_ids.shape[0], 1, "total_len"))
     checks.check_device("position_ids", position_ids, out.device, "out")
+    checks.check_apart("out", out, [("position_ids", position_ids)])
     batch, _, total_len = out.shape
     launch(
         position_mask_kernel,
@@ -329,6 +338,7 @@ def pack_tree_mask(mask: Tensor, out: Tensor) -> Tensor:
     checks.check_shape("mask", mask, ["batch", q_len, q_len])
     out = _check_out(out, tree_mask_shape(batch, q_len), torch.int32)
     checks.check_device("mask", mask, out.device, "out")
+    checks.check_apart("out", out, [("mask", mask)])
     launch(
         pack_tree_mask_kernel,
         (cdiv(batch * q_len, BLOCK_R), out.shape[2]),
@@ -376,7 +386,8 @@ def tree_mask_from_parents(parents: Tensor, out: Tensor) -> Tensor:
     batch, q_len = parents.shape
     out = _check_out(out, tree_mask_shape(batch, q_len), torch.int32)
     checks.check_device("parents", parents, out.device, "out")
-    if checks.debugging() and not (parents.is_cuda and torch.cuda.is_current_stream_capturing()):
+    checks.check_apart("out", out, [("parents", parents)])
+    if checks.debugging(parents.device):
         node = torch.arange(q_len, device=parents.device)
         wrong = ((parents < -1) | (parents >= node)).nonzero().tolist()
         if wrong:

@@ -168,12 +168,15 @@ class PagePool:
 
     def binding(self, requests: Iterable[Hashable]) -> Binding:
         """Rows and lengths of these requests, and all changes of the page table, each handed out once."""
+        if not isinstance(requests, Iterable):
+            raise TypeError(f"requests: expected names of live requests, given {type(requests).__name__}")
         entries = [self._entry(request) for request in requests]
         updates = [(row, column, page) for row, pages in self._updates.items() for column, page in pages.items()]
         self._updates.clear()
         return Binding([entry.row for entry in entries], [entry.seq_len for entry in entries], updates)
 
     def _entry(self, request: Hashable) -> _Entry:
+        _check_name("request", request)
         if request not in self._live:
             raise KeyError(f"request: expected a live request, given {request!r}")
         return self._live[request]
@@ -185,6 +188,7 @@ class PagePool:
 
     def _enter(self, name: str, request: Hashable, seq_len: int, shared: list[int], count: int) -> _Entry:
         """A new entry of `count` pages, of which the first are shared."""
+        _check_name(name, request)
         if request in self._live:
             raise ValueError(f"{name}: expected a name that is not in use, given {request!r}")
         if not self._free_rows:
@@ -210,3 +214,12 @@ class PagePool:
         self._updates.setdefault(entry.row, {})[len(entry.pages)] = page
         self._holders[page] += 1
         entry.pages.append(page)
+
+
+def _check_name(name: str, request: object) -> None:
+    try:
+        hash(request)
+    except TypeError as error:
+        raise TypeError(
+            f"{name}: expected a hashable name of a request, given {type(request).__name__} ({error})"
+        ) from None

@@ -150,6 +150,7 @@ class StepState:
         self._check(config, page_table, page_size, buffer.device)
         self.config, self.page_table, self.page_size, self.device = config, page_table, page_size, buffer.device
         self.max_pages = page_table.shape[1]
+        checks.check_apart("page_table", page_table, [("the buffer", buffer)])
         for name, view in carve(buffer, config.sections()).items():
             setattr(self, name, view)
         with torch.inference_mode(False):
@@ -188,6 +189,7 @@ class StepState:
         Raises:
             TypeError, ValueError: naming the argument, what was expected and given.
         """
+        device = checks.as_device(device)
         cls._check(config, page_table, page_size, page_table.device if isinstance(page_table, Tensor) else None)
         return cls(config, page_table, page_size, aligned_bytes(config.nbytes, device))
 
@@ -544,6 +546,11 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
             self._advance(1, 0, *self._advance_sizes)
             return
         counts = _check_counts(num_new, self.config.max_batch_size, self.device)
+        if checks.debugging(self.device):
+            ends = self.qo_indptr.tolist()
+            for row, (count, tokens) in enumerate(zip(num_new.tolist(), map(sub, ends[1:], ends), strict=False)):
+                if tokens and not 0 <= count <= tokens:
+                    raise ValueError(f"num_new: expected values in 0…{tokens}, given {count} in row {row}")
         advance = self._advance_by.get(num_new.dtype)
         if advance is None:
             advance = self._advance_by[num_new.dtype] = self._advancing(num_new)
@@ -610,6 +617,8 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
         if count > self.config.max_total_q:
             raise ValueError(f"tokens: expected at most {self.config.max_total_q} (max_total_q), given {count}")
         view = self._ids_view(count)
+        if tokens.data_ptr() != view.data_ptr() or tokens.stride() != view.stride():
+            checks.check_apart("tokens", tokens, [("input_ids", view)])
         view.copy_(tokens)
         return view
 
@@ -730,6 +739,7 @@ def _is_numpy(values: object) -> bool:
 def _check_host_vector(name: str, values: Any) -> None:
     """Raise unless this tensor or NumPy array is a vector of integers on the CPU."""
     if isinstance(values, Tensor):
+        checks.check_tensor(name, values)
         if values.device.type != "cpu":
             raise ValueError(f"{name}: expected a tensor on the CPU, given one on {values.device}")
         checks.check_dtype(name, values, *INTEGERS)
@@ -815,7 +825,9 @@ def _triples(page_updates: Any) -> list[Any] | None:
     try:
         columns = list(zip(*page_updates, strict=True))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"page_updates: expected (row, column, page) triples ({error})") from None
+        raise TypeError(
+            f"page_updates: expected (row, column, page) triples, given {type(page_updates).__name__} ({error})"
+        ) from None
     if columns and len(columns) != 3:
         raise ValueError(f"page_updates: expected (row, column, page) triples, given tuples of {len(columns)}")
     return columns or None

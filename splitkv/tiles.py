@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from splitkv.config import FNUZ_DTYPES, cdiv, next_power_of_2
+from splitkv.config import FNUZ_DTYPES, MAX_COUNT, cdiv, next_power_of_2, require_int
 
 # Architectures for which the compiler keeps more of float32 products in registers at a time than there are.
 FLOAT32_SPILLS = (86, 87, 89, 120, 121)
@@ -53,6 +53,17 @@ class Target:
     def fnuz(self) -> bool:
         """Whether it has the 8-bit floats without a negative zero (float8_e4m3fnuz, float8_e5m2fnuz)."""
         return self.arch in ("hip:gfx940", "hip:gfx941", "hip:gfx942")
+
+    @classmethod
+    def given(cls, target: object) -> Target:
+        """What is set as the `target` of a workspace or schedule.
+
+        Raises:
+            TypeError: no Target.
+        """
+        if not isinstance(target, cls):
+            raise TypeError(f"target: expected a splitkv.tiles.Target, given {type(target).__name__}")
+        return target
 
     @classmethod
     def of(cls, device: torch.device) -> Target:
@@ -111,6 +122,19 @@ class Tiles:
     segment_cost: int = 128
     tile_cost: int = 0
     max_registers: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("block_n", 16, 1024), ("num_warps", 1, 32), ("num_stages", 1, 16), ("programs_per_sm", 1, 32),
+            ("min_chunk", 1, MAX_COUNT), ("segment_cost", 0, MAX_COUNT), ("tile_cost", 0, MAX_COUNT),
+            ("max_registers", 0, 255),
+        ):  # fmt: skip
+            require_int(name, getattr(self, name), low, high)
+        for name in ("block_n", "num_warps"):
+            if getattr(self, name) != next_power_of_2(getattr(self, name)):
+                raise ValueError(f"{name}: expected a power of two, given {getattr(self, name)}")
+        if self.tile_cost % 8:
+            raise ValueError(f"tile_cost: expected a multiple of 8, given {self.tile_cost}")
 
 
 # Tiles of 128 rows over 16-bit keys and values of up to 128 columns (more than 64), by architecture. They are bound by

@@ -11,11 +11,18 @@ from typing import Any
 
 import torch
 
-from splitkv.config import DTYPES, QUANTIZED_DTYPES, next_power_of_2, require_int
+from splitkv.config import (
+    DTYPES,
+    MAX_HEAD_DIM,
+    MAX_TILE_ROWS,
+    MIN_TILE_ROWS,
+    QUANTIZED_DTYPES,
+    next_power_of_2,
+    require_int,
+)
 from splitkv.tiles import Tiles
 
 FORMAT = "splitkv-tiles/1"
-_POWERS_OF_TWO = ("block_n", "num_warps")
 _KV_DTYPE_NAMES = ("", *(str(dtype).removeprefix("torch.") for dtype in QUANTIZED_DTYPES))
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
@@ -40,6 +47,21 @@ class TileKey:
     rows: int
     kv_dtype: str = ""
     latent: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.arch, str):
+            raise TypeError(f"arch: expected text, given {self.arch!r}")
+        if self.dtype not in _DTYPE_NAMES:
+            raise ValueError(f"dtype: expected one of {', '.join(_DTYPE_NAMES)}, given {self.dtype!r}")
+        if self.kv_dtype not in _KV_DTYPE_NAMES:
+            raise ValueError(f"kv_dtype: expected one of {', '.join(_KV_DTYPE_NAMES)}, given {self.kv_dtype!r}")
+        if not isinstance(self.latent, bool):
+            raise TypeError(f"latent: expected True or False, given {self.latent!r}")
+        for name in ("head_dim", "head_dim_v"):
+            require_int(name, getattr(self, name), 1, MAX_HEAD_DIM)
+        require_int("rows", self.rows, MIN_TILE_ROWS, MAX_TILE_ROWS)
+        if self.rows != next_power_of_2(self.rows):
+            raise ValueError(f"rows: expected a power of two, given {self.rows}")
 
     @classmethod
     def of(
@@ -74,6 +96,16 @@ class TileTable:
     entries: dict[TileKey, Tiles] = field(default_factory=dict)
     about: dict[TileKey, dict[str, Any]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name, values in (("entries", self.entries), ("about", self.about)):
+            if not isinstance(values, dict):
+                raise TypeError(f"{name}: expected a dict, given {type(values).__name__}")
+        for key, tiles in self.entries.items():
+            if not isinstance(key, TileKey) or not isinstance(tiles, Tiles):
+                raise TypeError(
+                    f"entries: expected Tiles by TileKey, given {type(tiles).__name__} by {type(key).__name__}"
+                )
+
     def lookup(
         self,
         arch: str,
@@ -89,6 +121,8 @@ class TileTable:
 
     def merged(self, newer: TileTable) -> TileTable:
         """Both tables as one; an entry of `newer` replaces that of the same key."""
+        if not isinstance(newer, TileTable):
+            raise TypeError(f"newer: expected a TileTable, given {type(newer).__name__}")
         about = {key: value for key, value in self.about.items() if key not in newer.entries}
         return TileTable({**self.entries, **newer.entries}, {**about, **newer.about})
 
@@ -135,6 +169,8 @@ class TileTable:
         Raises:
             TypeError: none of these. Else as `load`.
         """
+        if isinstance(tiles, TileTable):
+            tiles.__post_init__()  # its dicts may have been written to since it was made
         if tiles is None or isinstance(tiles, TileTable):
             return tiles
         if isinstance(tiles, (str, os.PathLike)):
@@ -152,16 +188,6 @@ def _read_entry(entry: Any) -> tuple[TileKey, Tiles, dict[str, Any]]:
     if missing:
         raise ValueError(f"expected {', '.join((*required, 'tiles'))}, given none of {', '.join(missing)}")
     key = TileKey(**{name: rest.pop(name) for name in names if name in rest})
-    if not isinstance(key.arch, str):
-        raise TypeError(f"arch: expected text, given {key.arch!r}")
-    if key.dtype not in _DTYPE_NAMES:
-        raise ValueError(f"dtype: expected one of {', '.join(_DTYPE_NAMES)}, given {key.dtype!r}")
-    if key.kv_dtype not in _KV_DTYPE_NAMES:
-        raise ValueError(f"kv_dtype: expected one of {', '.join(_KV_DTYPE_NAMES)}, given {key.kv_dtype!r}")
-    if not isinstance(key.latent, bool):
-        raise TypeError(f"latent: expected true or false, given {key.latent!r}")
-    for name in ("head_dim", "head_dim_v", "rows"):
-        require_int(name, getattr(key, name), 1)
     values = rest.pop("tiles")
     fields = {f.name: f for f in dataclasses.fields(Tiles)}
     if not isinstance(values, dict) or values.keys() - fields.keys():
@@ -169,11 +195,4 @@ def _read_entry(entry: Any) -> tuple[TileKey, Tiles, dict[str, Any]]:
     needed = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
     if needed - values.keys():
         raise ValueError(f"tiles: expected {', '.join(sorted(needed - values.keys()))} too, given {values!r}")
-    for name, value in values.items():
-        default = fields[name].default
-        if (value is None and default is None) or (isinstance(value, bool) and isinstance(default, bool)):
-            continue
-        require_int(name, value, 1 if name in needed else 0)
-        if name in _POWERS_OF_TWO and value != next_power_of_2(value):
-            raise ValueError(f"{name}: expected a power of two, given {value}")
     return key, Tiles(**values), rest

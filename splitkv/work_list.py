@@ -67,6 +67,7 @@ class Schedule:
         if not isinstance(config, WorkspaceConfig):
             raise TypeError(f"config: expected a WorkspaceConfig, given {type(config).__name__}")
         self.config, self._tiles = config, TileTable.given(tiles)
+        device = checks.as_device(device)
         with torch.inference_mode(False):
             # Until the first update: every request weighs 1, in shares as large as the axis needs.
             self.buffer = torch.arange(-HEADER, config.max_batch_size + 1, dtype=torch.int32, device=device)
@@ -109,7 +110,7 @@ class Schedule:
 
     @target.setter
     def target(self, target: tile_sizes.Target) -> None:
-        self._target = target
+        self._target = tile_sizes.Target.given(target)
         self._changed()
 
     @property
@@ -154,9 +155,11 @@ class Schedule:
             checks.require_int("batch", batch, 0, self.max_batch_size)
         form = kv.form, batch
         call = self._calls.recall(form)
-        if call is None:
-            call = PreparedLaunches([self._plan(kv, batch)], NAMES, self.device)
-            self._calls.remember(form, call)
+        if call is None or checks.debugging():
+            step = self._plan(kv, batch)
+            if call is None:
+                call = PreparedLaunches([step], NAMES, self.device)
+                self._calls.remember(form, call)
         where = kv.addressing
         call((self.buffer, where.lens, where.indptr, kv.kv_start))
 
@@ -167,6 +170,8 @@ class Schedule:
         if batch is None:
             batch = min(kv.max_batch, self.max_batch_size)
         kv.check_batch(batch)
+        if checks.debugging(self.device):
+            kv.check_values([0] * batch, None)
         config, where = self.config, kv.addressing
         rows = min(config.q_tile_rows, max(16, next_power_of_2(config.group_size)))
         rows = tile_sizes.fit_rows(

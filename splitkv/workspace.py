@@ -7,6 +7,7 @@ import functools
 import json
 import os
 from collections.abc import Hashable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ class Workspace:
 
     @target.setter
     def target(self, target: Target) -> None:
-        self._target = target
+        self._target = Target.given(target)
         self._changed()
 
     @property
@@ -157,9 +158,15 @@ class Workspace:
         return self._tiles
 
     @tiles.setter
-    def tiles(self, tiles: TileTable | None) -> None:
-        self._tiles = tiles
+    def tiles(self, tiles: TileTable | str | os.PathLike[str] | None) -> None:
+        self._tiles = TileTable.given(tiles)
         self._changed()
+
+    @cached_property
+    def results(self) -> tuple[int, int]:
+        """The stretch of addresses that holds out and lse."""
+        spans = checks.extent(self.out), checks.extent(self.lse)
+        return min(spans)[0], max(last for _, last in spans)
 
     def recall(self, form: Hashable) -> Any:
         """What was remembered of calls of this form, or None."""
@@ -190,12 +197,12 @@ class Workspace:
                 that it does not list keep the built-in choice.
 
         Raises:
-            TypeError, ValueError, FileNotFoundError: no config, or no such table.
+            TypeError, ValueError, FileNotFoundError: no config, no such device, or no such table.
         """
         if not isinstance(config, WorkspaceConfig):
             raise TypeError(f"config: expected a WorkspaceConfig, given {type(config).__name__}")
         table = TileTable.given(tiles)
-        workspace = cls(config, aligned_bytes(config.nbytes, device))
+        workspace = cls(config, aligned_bytes(config.nbytes, checks.as_device(device)))
         workspace.tiles = table
         return workspace
 

@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 import splitkv
+from splitkv import checks
 from splitkv.api import plan_decode
 from splitkv.config import next_power_of_2
 
@@ -405,3 +408,54 @@ def run_script(script: str, **variables: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+class CheckedMemory:
+    """Lets Triton's interpreter load and store within the operands of the running kernel only."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from triton.runtime import interpreter
+
+        self.interpreter = interpreter._interpreter
+        monkeypatch.setattr(interpreter, "_interpreter", self)
+        self.first, self.last = np.empty(0, np.uint64), np.empty(0, np.uint64)
+        self.accesses = 0
+        launch = triton.runtime.jit.KernelInterface.__getitem__
+
+        def watched(kernel: Any, grid: Any) -> Any:
+            def run(**operands: Any) -> Any:
+                self.allow([checks.extent(t) for t in operands.values() if isinstance(t, Tensor) and t.numel()])
+                return launch(kernel, grid)(**operands)
+
+            return run
+
+        monkeypatch.setattr(triton.runtime.jit.KernelInterface, "__getitem__", watched)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.interpreter, name)
+
+    def allow(self, spans: list[tuple[int, int]]) -> None:
+        """These stretches of addresses, and no others from now on."""
+        joined: list[list[int]] = []
+        for first, last in sorted(spans):
+            if joined and first <= joined[-1][1]:
+                joined[-1][1] = max(joined[-1][1], last)
+            else:
+                joined.append([first, last])
+        self.first, self.last = np.array(joined, dtype=np.uint64).reshape(-1, 2).T
+
+    def check(self, what: str, pointers: Any, mask: Any, size: int) -> None:
+        live = pointers[np.broadcast_to(mask, pointers.shape)].astype(np.uint64)
+        if live.size:
+            self.accesses += live.size
+            place = np.searchsorted(self.first, live, side="right") - 1
+            inside = (place >= 0) & (live + np.uint64(size) <= self.last[place])
+            assert inside.all(), f"{what} outside of the operands: {(~inside).sum()} of {live.size} addresses"
+
+    def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        self.check("load", pointers, mask, np.dtype(dtype).itemsize)
+        return self.interpreter.load(pointers, mask, other, dtype)
+
+    def store(self, pointers: Any, value: Any, mask: Any) -> Any:
+        self.check("store", pointers, mask, value.dtype.itemsize)
+        return self.interpreter.store(pointers, value, mask)

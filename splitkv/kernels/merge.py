@@ -286,6 +286,10 @@ def merge_splits_kernel(
         b, begin, weight, share, shares, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE, KV_KIND, SCHEDULE,
         SPLIT_TOKENS, PARTS,
     )  # fmt: skip
+    if qo_indptr_ptr is not None:
+        # Sums that fall can claim more tiles than there is room for, and than 32 bits can count.
+        room = shares.to(tl.int64) * share
+        parts = tl.where((begin < 0) | (begin.to(tl.int64) + weight > room), 0, parts)
     if SCHEDULE == BALANCED and groups_ptr is None:
         # Where no tile was cut there is nothing to do, and programs make room at once, but for the first: the grid must
         # not end before split_decode_kernel has, on whose results later kernels wait through it. Where some tiles were

@@ -15,6 +15,7 @@ from torch import Tensor
 from splitkv.kernels.launch import compile_options, launch
 
 MAX_CALLS = 256  # forms of calls that are remembered; then it starts again
+MAX_PLACES = 4096  # that prepared launches remember having been checked; then they start again
 Prepared = TypeVar("Prepared")
 
 _DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER of the CUDA driver
@@ -142,6 +143,7 @@ class PreparedLaunches:
             )
             for step in launches
         ]
+        self._places: set[tuple[int | None, ...]] = set()
         self._compiled: list[_CompiledLaunch] | None = None
         if compiled_by_hand(device):
             try:
@@ -150,12 +152,21 @@ class PreparedLaunches:
             except Exception:  # whatever it was, the ordinary launch raises it too, or does without
                 self._compiled = None
 
-    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
+    def __call__(self, tensors: Sequence[Tensor | None], check: Callable[[], None] | None = None) -> None:
         """Enqueue them on the current stream of the device, whatever device is current.
 
         Args:
             tensors: In the order of the names; None where the first call had None.
+            check: Raises where tensors at these addresses cannot be given together. Not asked again about addresses
+                that it has passed.
         """
+        if check is not None:
+            places = tuple([None if tensor is None else tensor.data_ptr() for tensor in tensors])
+            if places not in self._places:
+                check()
+                if len(self._places) >= MAX_PLACES:
+                    self._places.clear()
+                self._places.add(places)
         if self._compiled is None:
             by_name = dict(zip(self._names, tensors, strict=True))
             for step, given in zip(self._launches, self._given, strict=True):
