@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import hypothesis
 import interpreting
+import public
 import pytest
 import torch
 import triton
@@ -18,6 +19,9 @@ hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, prin
 hypothesis.settings.register_profile("dev", derandomize=False, deadline=None, print_blob=True, max_examples=25)
 hypothesis.settings.register_profile("few", derandomize=True, deadline=None, print_blob=True, max_examples=5)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+
+if public.CHOSEN:
+    public.enter_in_calls(*public.CHOSEN.split(","))
 
 if not COMPILED:
     interpreting.patch_language_once_per_launch()

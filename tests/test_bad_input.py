@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import triton
 from conftest import COMPILED
+from public import AUTOGRAD, public_calls, shown, tensors_in
 from support import ints as vector
 from torch import Tensor
 
@@ -89,7 +90,7 @@ class Call(NamedTuple):
 
 def given(*values: Any, error: type[Exception] = TypeError) -> list[Bad]:
     """Values that are bad by themselves, written in the message as they are."""
-    return [Bad(repr(value)[:30], lambda _, value=value: value, repr(value), error) for value in values]
+    return [Bad(repr(value)[:30], lambda _, value=value: value, shown(value), error) for value in values]
 
 
 def objects(*values: Any) -> list[Bad]:
@@ -133,6 +134,9 @@ def flags() -> list[Bad]:
 def spaced(tensor: Tensor) -> Tensor:
     """The same values, two elements apart in the last dimension."""
     return tensor.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+REQUIRES_GRAD = [Bad("requires grad", lambda t: t.requires_grad_(), "one that requires grad")] if AUTOGRAD else []
 
 
 def nested(tensor: Tensor) -> Tensor:
@@ -207,7 +211,7 @@ def written(*dtypes: torch.dtype, rows: int = 1) -> list[Bad]:
         *tensors(*dtypes, required=False),
         Bad("expanded", lambda t: t[:1].expand(t.shape), "strides [0, "),
         Bad("rows within rows", lambda t: t.as_strided(t.shape, [max(1, s // 2) for s in t.stride()]), "strides ["),
-        Bad("requires grad", lambda t: t.requires_grad_(), "one that requires grad"),
+        *REQUIRES_GRAD,
         Bad("short", lambda t: t[:rows]),
     ]
 
@@ -333,7 +337,7 @@ Q = [
     Bad("no heads", lambda q: q[:, :0], "0"),
     Bad("last stride", changing_stride, "strides [64, 1, 4]"),
     Bad("expanded", lambda q: q[..., :1].expand(q.shape), "strides [64, 16, 0]"),
-    Bad("requires grad", lambda q: q.requires_grad_(), "one that requires grad"),
+    *REQUIRES_GRAD,
     Bad("larger than the view", lambda q: zeros(3, Q_HEADS, WIDTH), "2", blamed="seq_lens|page_table"),
     Bad("larger than the workspace", lambda q: zeros(BATCH, 4, Q_HEADS, WIDTH), "", blamed="workspace", base="no out"),
 ]
@@ -539,7 +543,7 @@ def new_rows() -> list[Bad]:
         Bad("heads", lambda t: t[:, :1], "["),
         Bad("width", lambda t: t[..., :-1], "["),
         Bad("last stride", changing_stride, "strides ["),
-        Bad("requires grad", lambda t: t.requires_grad_(), "one that requires grad"),
+        *REQUIRES_GRAD,
     ]
 
 
@@ -570,13 +574,13 @@ MERGE = Call(
             Bad("no partial", lambda t: t[:0], "["),
             Bad("no width", lambda t: t[..., :0], "["),
             Bad("last stride", changing_stride, "strides ["),
-            Bad("requires grad", lambda t: t.requires_grad_(), "one that requires grad"),
+            *REQUIRES_GRAD,
             Bad("other size", lambda t: t[:, :4], "[", blamed="lses"),
         ],
         "lses": [
             *tensors(torch.float64, torch.float16),
             Bad("other size", lambda t: t[:2], "["),
-            Bad("requires grad", lambda t: t.requires_grad_(), "one that requires grad"),
+            *REQUIRES_GRAD,
         ],
         "indptr": at("ragged", [
             *vectors(short=None, required=False),
@@ -621,7 +625,7 @@ def making_step() -> dict[str, Any]:
 
 def step_over_buffer() -> dict[str, Any]:
     kept = {name: value for name, value in making_step().items() if name != "device"}
-    return kept | dict(buffer=splitkv.workspace.aligned_bytes(STEP.nbytes, DEVICE))
+    return kept | dict(buffer=splitkv.workspace.aligned_bytes(STEP.nbytes, DEVICE).zero_())
 
 
 def binding() -> dict[str, Any]:
@@ -1348,34 +1352,6 @@ CALLS = call_table()
 # What is held against the table.
 
 
-def public_calls() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """All functions, constructors and methods that users call, by name."""
-    found: list[tuple[str, Any]] = [(name, getattr(splitkv, name)) for name in splitkv.__all__]
-    found += [(f"masks.{name}", getattr(masks, name)) for name in masks.__all__]
-    found += [
-        (f"distributed.{name}", value)
-        for name, value in vars(distributed).items()
-        if not name.startswith("_") and getattr(value, "__module__", "") == distributed.__name__
-    ]
-    found += [("KVView", KVView), ("TileTable", TileTable), ("TileKey", TileKey), ("Tiles", Tiles)]
-    for name, value in found:
-        if inspect.isfunction(value):
-            yield name, value
-        elif inspect.isclass(value):
-            if "allocate" not in vars(value):  # else its docstring says to use that
-                yield name, value
-            for method, member in vars(value).items():
-                function = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
-                if isinstance(function, property):
-                    function = function.fset
-                if (
-                    not method.startswith("_")
-                    and inspect.isfunction(function)
-                    and inspect.signature(function).parameters.keys() - {"self"}
-                ):
-                    yield f"{name}.{method}", function
-
-
 NOT_CALLED_BY_USERS = {
     "Section": "a result",
     "PoolExhausted": "an error",
@@ -1408,26 +1384,13 @@ def arguments_of(name: str, function: Callable[..., Any]) -> set[str]:
 
 
 def test_every_argument_of_every_public_call_has_rows() -> None:
-    public = dict(public_calls())
+    public = {name: function for name, _, _, function in public_calls()}
     assert public.keys() - NOT_CALLED_BY_USERS.keys() == CALLS.keys()
     assert NOT_CALLED_BY_USERS.keys() <= public.keys()
     for name, call in CALLS.items():
         rows = {argument for argument, bad in call.rows.items() if bad}
         assert arguments_of(name, public[name]) == rows, name
         assert {row.base for bad in call.rows.values() for row in bad} - {""} <= call.bases.keys(), name
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors that can be reached from an argument."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, KVView):
-        yield from (tensor for tensor in value.tensors if tensor is not None)
-    elif isinstance(value, (splitkv.Workspace, splitkv.StepState, Exchange, splitkv.Schedule)):
-        yield from (member for member in vars(value).values() if isinstance(member, Tensor))
-    elif isinstance(value, (list, tuple, dict)):
-        for member in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(member)
 
 
 def memory_of(arguments: dict[str, Any]) -> dict[int, Tensor]:
