@@ -171,6 +171,28 @@ def test_attention_reads_the_caches_own_tensors(device: torch.device, monkeypatc
             assert (k.data_ptr(), v.data_ptr()) == (layer.keys.data_ptr(), layer.values.data_ptr())
 
 
+def test_a_step_compiles_whole(device: torch.device) -> None:
+    """The decode step that generate compiles over a static cache, whose mask is made outside of the graph."""
+    model, inputs = small_model("softcap", device), padded_batch(device)
+    model.set_attn_implementation("splitkv")
+    ids, mask = inputs["input_ids"], torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
+    logits = []
+    for backend in (None, "aot_eager"):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+        with torch.inference_mode():
+            model(**inputs, **{CACHE: cache})
+            bounds = transformers.masking_utils.create_masks_for_generate(
+                config=model.config, inputs_embeds=torch.empty(2, 1, 0, device=device), attention_mask=mask,
+                **{CACHE: cache},
+            )  # fmt: skip
+            run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+            positions = mask.sum(1, keepdim=True) - 1
+            logits.append(
+                run(ids[:, -1:], attention_mask=bounds, position_ids=positions, **{CACHE: cache}).logits.clone()
+            )
+    torch.testing.assert_close(*logits, rtol=0, atol=0)
+
+
 def test_layers_without_masks(device: torch.device) -> None:
     """A layer that transformers makes no mask for sees all keys, or what lies behind each token."""
     module = torch.nn.Module()
@@ -336,7 +358,7 @@ def test_a_step_over_a_static_cache_in_a_graph(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:::torch")  # PyTorch's compiler warns of much
 def test_generate_compiles_around_attention(device: torch.device) -> None:
-    """generate compiles a static cache's decode step by itself, and breaks the graph at attention."""
+    """generate compiles a static cache's decode step by itself."""
     integration.register("splitkv-gpu")
     model, inputs = small_model("llama", device), padded_batch(device)
     wanted = generated(model, "eager", inputs, tokens=8)

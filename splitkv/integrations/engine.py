@@ -108,8 +108,9 @@ class Engine:
         self.workspace = splitkv.Workspace.allocate(config, device)
         shape = (len(model.layers), 2, num_pages, page_size, model.num_kv_heads, width)
         lens, rows = self.state.seq_lens, self.state.req_pool_indices
+        self.schedule = splitkv.Schedule.allocate(config, device)
         self.kvs = [
-            splitkv.PagedKV(k, v, page_table, lens, rows=rows)
+            splitkv.PagedKV(k, v, page_table, lens, rows=rows, schedule=self.schedule)
             for k, v in torch.zeros(shape, dtype=model.dtype, device=device)
         ]
         self.temperature = torch.zeros(max_batch_size, device=device)
@@ -150,6 +151,7 @@ class Engine:
 
     def _decode_step(self, batch: int, greedy: bool) -> None:
         """One token for every request, and the state of the next step."""
+        self.schedule.update(self.kvs[0])  # all layers have the same lengths
         self._sample(self._layers(batch, None), greedy)
         self.state.fill_input_ids_from_device(self.sampled[:batch])
         self.state.advance()

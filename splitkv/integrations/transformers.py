@@ -38,6 +38,9 @@ WITHOUT_MEANING = frozenset(
     )
 )  # fmt: skip
 
+Geometry = tuple[int, int, int, int]
+"""num_q_heads, num_kv_heads, head_dim, head_dim_v."""
+
 _workspaces: dict[tuple[Any, ...], splitkv.Workspace] = {}
 
 
@@ -52,7 +55,10 @@ def register(name: str = "splitkv", *, num_splits: int | None = None) -> None:
 
     A workspace of at most 65 MB is allocated at the first call of each geometry, stream and thread, and kept. Whether a
     mask is left padding is checked once per step, for which the device is waited for where there is a 2D mask; not
-    during a capture of a CUDA graph, where any mask is taken for left padding.
+    during a capture of a CUDA graph or in a trace, where any mask is taken for left padding.
+
+    A decode step compiles without a graph break, as generate does it with a static cache. Compiled models of one
+    geometry share a workspace: run them on one stream at a time.
 
     Args:
         name: What attn_implementation is to be; one that was registered before is replaced.
@@ -159,7 +165,7 @@ def _left_padding(mask: Tensor, end: int | Tensor) -> Tensor | None:
     """
     checks.check_rank("attention_mask", mask, 2)
     mask = mask.to(torch.bool)
-    readable = not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    readable = not (torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()))
     length = mask.shape[1]
     if readable and bool(mask.all()) and int(end) <= length:
         return None
@@ -177,7 +183,6 @@ def _left_padding(mask: Tensor, end: int | Tensor) -> Tensor | None:
     return start
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -266,11 +271,27 @@ def attention(
 
 def _workspace(query: Tensor, kv: splitkv.ContiguousKV) -> splitkv.Workspace:
     """Scratch for calls of this geometry on this stream, kept for good: a captured graph may hold its address."""
-    device = query.device
+    device, geometry = query.device, (query.shape[1], kv.num_kv_heads, kv.head_dim, kv.head_dim_v)
+    if torch.compiler.is_compiling():
+        shared: splitkv.Workspace = _workspace_of_graphs(device, query.dtype, geometry)
+        return shared
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    geometry = query.shape[1], kv.num_kv_heads, kv.head_dim, kv.head_dim_v
-    key = (device, stream, threading.get_ident(), query.dtype, *geometry)
+    return _kept((stream, threading.get_ident()), device, query.dtype, geometry)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def _workspace_of_graphs(device: torch.device, dtype: torch.dtype, geometry: Geometry) -> splitkv.Workspace:
+    """The one that compiled graphs share, made while one is traced."""
+    workspace = _kept("compiled", device, dtype, geometry)
+    for name in ("partial_out", "partial_lse", "out", "lse"):
+        # A graph that writes tensors that it does not own becomes a CUDA graph if they promise to stay where they are.
+        torch._dynamo.mark_static_address(getattr(workspace, name))
+    return workspace
+
+
+def _kept(user: Any, device: torch.device, dtype: torch.dtype, geometry: Geometry) -> splitkv.Workspace:
+    key = user, device, dtype, geometry
     if key not in _workspaces:
-        config = splitkv.WorkspaceConfig(1, *geometry, q_tile_rows=TILE_ROWS, dtype=query.dtype)
+        config = splitkv.WorkspaceConfig(1, *geometry, q_tile_rows=TILE_ROWS, dtype=dtype)
         _workspaces[key] = splitkv.Workspace.allocate(config, device)
     return _workspaces[key]
