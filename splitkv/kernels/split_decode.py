@@ -63,13 +63,16 @@ def wide_product(x, y):
 
 
 @triton.jit
-def within(stride, block):
-    """A stride as the loop over blocks, which begin at 0 or later, needs it for wide_product: unchanged.
+def within(stride, block, TALL: tl.constexpr):
+    """A stride as the loop over blocks of tall tiles, which begin at 0 or later, needs it for wide_product: unchanged.
 
     What depends on the block the compiler does not widen to 64 bits ahead of the loop, where the product would no
     longer be seen to be one of 32-bit factors.
     """
-    return stride + (block >> 31)
+    if TALL:
+        return stride + (block >> 31)
+    else:
+        return stride
 
 
 @triton.jit
@@ -543,12 +546,12 @@ def split_decode_kernel(
                         )
                     page = tl.load(page_ids + (block + BLOCK_N) // PAGE_SIZE, mask=block + BLOCK_N < high, other=0)
                 elif BY_PAGE:
-                    k_offset = wide_product(page, within(stride_k_page, block))
+                    k_offset = wide_product(page, within(stride_k_page, block, TALL))
                     if WHOLE_PAGES:
                         k_offset += k_in_page
                     else:
                         in_page = (key.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
-                        k_offset += wide_product(in_page, within(stride_k_token, block))
+                        k_offset += wide_product(in_page, within(stride_k_token, block, TALL))
                     if K_SCALE_PER_TOKEN:
                         k_scale_offset = wide_product(page, stride_k_scale_page) + wide_product(
                             in_page, stride_k_scale_token
@@ -560,15 +563,15 @@ def split_decode_kernel(
                     if SAME_STRIDES:
                         v_offset = k_offset
                     else:
-                        v_offset = wide_product(page, within(stride_v_page, block))
+                        v_offset = wide_product(page, within(stride_v_page, block, TALL))
                         if WHOLE_PAGES:
                             v_offset += v_in_page
                         else:
-                            v_offset += wide_product(in_page, within(stride_v_token, block))
+                            v_offset += wide_product(in_page, within(stride_v_token, block, TALL))
                     page = load_page_ids(page_ids, key + BLOCK_N, high, PAGE_SIZE)
                 else:
-                    k_offset = wide_product(key, within(stride_k_token, block))
-                    v_offset = wide_product(key, within(stride_v_token, block))
+                    k_offset = wide_product(key, within(stride_k_token, block, TALL))
+                    v_offset = wide_product(key, within(stride_v_token, block, TALL))
                     if K_SCALE_PER_TOKEN:
                         k_scale_offset = wide_product(key, stride_k_scale_token)
                     if V_SCALE_PER_TOKEN:
