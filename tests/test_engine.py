@@ -1,7 +1,9 @@
 """The example engine on small random models, against the same model run densely over whole sequences."""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -119,6 +121,43 @@ def test_youngest_gives_way_where_pages_run_out(model: Llama) -> None:
     read_again = [counts for counts, _ in seen if max(counts) > len(prompts[1]) and len(counts) == 1]
     assert read_again, "nobody gave way: no prompt came back longer, with what it had generated"
     assert engine.pool.num_free_pages == 8
+
+
+class Replayed:
+    """In the place of a CUDA graph: runs what was run in its capture again."""
+
+    def __init__(self) -> None:
+        self.run: Callable[[], None] = lambda: None
+
+    def replay(self) -> None:
+        self.run()
+
+
+def test_graphs_are_captured_once_and_of_batches_rounded_up(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(
+        model, max_len=16, num_pages=16, page_size=4, max_batch_size=4, max_tokens=16, burst=2, split_tokens=16
+    )
+    step, seen = engine._decode_step, []
+
+    @contextmanager
+    def capture(graph: Replayed) -> Iterator[None]:
+        before = len(seen)
+        yield
+        graph.run = functools.partial(step, *seen[before])
+
+    def watched(batch: int, greedy: bool) -> None:
+        seen.append((batch, greedy))
+        step(batch, greedy)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(engine, "_decode_step", watched)
+    engine.on_gpu = True
+    counts = (3, 5, 4)
+    answers = engine.generate([Request(list(PROMPTS[i]), count) for i, count in zip((1, 2, 3), counts, strict=True)])
+    assert answers == [dense_answer(model, PROMPTS[i], count) for i, count in zip((1, 2, 3), counts, strict=True)]
+    assert list(engine.graphs) == [(4, True), (2, True), (1, True)]
+    assert seen == [(4, True)] * 2 + [(2, True)] * 2 + [(1, True)] * 2  # to compile, and in the capture
 
 
 @pytest.mark.parametrize("split_tokens", [None, 8])
