@@ -49,6 +49,7 @@ def small_model(name: str, device: torch.device, dtype: torch.dtype = torch.floa
     kind, sizes = MODELS[name]
     config = getattr(transformers, kind)(**SIZES | sizes | changes)
     model: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.set_experts_implementation("eager")  # others have dtypes and GPUs of their own
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
