@@ -214,6 +214,7 @@ def _measure(
 
 def _dry_run(args: argparse.Namespace, cells: Sequence[Cell], device: str) -> int:
     peers = _peers(args)
+    torch.manual_seed(0)  # so that its errors repeat
     small, session = runner.dry_session(cells, device, split_tokens=args.split_tokens)
     with table.progress(runner.steps(small, peers, session), "dry run") as tell:
         found = [runner.time_decode(cell, session=session, peers=peers, tell=tell) for cell in small]
