@@ -65,7 +65,11 @@ def _nothing(*_: object, **__: object) -> None:
 
 def tracing(tensor: object) -> bool:
     """Whether a call is being traced rather than run, or given tensors that have a shape and no memory."""
-    return torch.compiler.is_compiling() or checks.is_fake(tensor)
+    if torch.compiler.is_compiling():
+        return True
+    if type(tensor) is Tensor:  # asked by every eager call
+        return tensor.is_meta
+    return isinstance(tensor, Tensor) and not checks.has_memory(tensor)
 
 
 def take_apart(kv: KVView, scheduled: bool = True) -> tuple[Any, ...]:

@@ -39,7 +39,7 @@ def carve(buffer: Tensor, sections: tuple[Section, ...]) -> dict[str, Tensor]:
             f"buffer: expected at least {needed} bytes, given {given}: section {first.name} "
             f"{checks.shape_text(first.shape)} ends at byte {first.end}"
         )
-    has_memory = buffer.device.type != "meta" and not checks.is_fake(buffer)
+    has_memory = checks.has_memory(buffer)
     if has_memory and buffer.data_ptr() % ALIGNMENT:
         raise ValueError(
             f"buffer: expected a start aligned to {ALIGNMENT} bytes, given address {buffer.data_ptr():#x} "
@@ -232,7 +232,7 @@ def aligned_bytes(nbytes: int, device: torch.device | str) -> Tensor:
     """
     with torch.inference_mode(False):
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        if not checks.is_fake(buffer) and buffer.data_ptr() % ALIGNMENT:
+        if checks.has_memory(buffer) and buffer.data_ptr() % ALIGNMENT:
             buffer = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
             shift = -buffer.data_ptr() % ALIGNMENT
             buffer = buffer[shift : shift + nbytes]

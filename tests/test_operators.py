@@ -1,6 +1,7 @@
-"""Calls inside compiled graphs: one operator each, with the bits of the eager call, its errors, and no copies."""
+"""Case 36. Calls inside compiled graphs: one operator each, with the eager call's bits and errors, and no copies."""
 
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -413,19 +414,39 @@ def test_debug_mode_names_the_row_there_too(workspace, monkeypatch):
         compiled(queries(3))
 
 
-def test_fake_tensors_get_shapes_and_launch_nothing():
-    with FakeTensorMode():
-        workspace = splitkv.Workspace.allocate(CONFIG, DEVICE)
-        k, v = torch.empty(2, 6, 4, 1, WIDTH, dtype=torch.float16, device=DEVICE)
-        lens = torch.empty(3, dtype=torch.int32, device=DEVICE)
-        kv = splitkv.PagedKV(k, v, torch.empty(3, 2, dtype=torch.int32, device=DEVICE), lens)
-        q = torch.empty(3, 5, 2, WIDTH, dtype=torch.float16, device=DEVICE)
+@pytest.mark.parametrize("kind", ["fake", "meta"])
+def test_tensors_without_memory_get_shapes_and_launch_nothing(kind):
+    device = torch.device("meta") if kind == "meta" else DEVICE
+    with FakeTensorMode() if kind == "fake" else nullcontext():
+        workspace = splitkv.Workspace.allocate(CONFIG, device)
+        k, v = torch.empty(2, 6, 4, 1, WIDTH, dtype=torch.float16, device=device)
+        lens = torch.empty(3, dtype=torch.int32, device=device)
+        kv = splitkv.PagedKV(k, v, torch.empty(3, 2, dtype=torch.int32, device=device), lens)
+        q = torch.empty(3, 5, 2, WIDTH, dtype=torch.float16, device=device)
         splitkv.append_kv(k[0], v[0], kv, lens)
         out, lse = splitkv.decode_with_lse(q, kv, workspace)
-        assert (out.shape, out.dtype, out.device.type) == (q.shape, torch.float16, DEVICE.type)
+        assert (out.shape, out.dtype, out.device.type) == (q.shape, torch.float16, device.type)
         assert (lse.shape, lse.dtype) == (q.shape[:-1], torch.float32)
         merged, merged_lse = splitkv.merge(torch.stack([out, out]), torch.stack([lse, lse]))
         assert merged.shape == out.shape and merged_lse.shape == lse.shape
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(workspace, strict):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kv = paged()
+
+        def forward(self, q):
+            return splitkv.decode(q * 2, self.kv, workspace) + 1
+
+    layer, q = Layer(), queries(3)
+    program = torch.export.export(layer, (q,), strict=strict)
+    assert same_bits(program.module()(q), layer(q))
+    assert [str(node.target) for node in program.graph.nodes if "splitkv" in str(node.target)] == [
+        "splitkv.decode.default"
+    ]
 
 
 def operator_samples():
