@@ -56,7 +56,8 @@ test-gpu: setup
 # Every kernel is run by these; what needs no Triton was tested without it.
 OLDEST_TESTS := $(addprefix tests/,cases test_api.py test_append.py test_interpreter.py test_masks.py test_properties.py \
                 test_schedule.py test_step.py test_work_list.py \
-                test_compat.py::test_flash_attention_3_with_ragged_tokens)
+                test_compat.py::test_flash_attention_3_with_ragged_tokens \
+                test_compile.py::test_whatever_requests_share_is_found)
 
 test-oldest:
 	HYPOTHESIS_PROFILE=few $(MAKE) unit MODEL= VENV=$(OLDEST_VENV) TRITON="$(OLDEST_TRITON)" NUMPY="$(OLDEST_NUMPY)" \

@@ -106,6 +106,7 @@ class Case:
         rules: Names of further arguments of the call.
         merge: Compile the kernel that merges the partials too.
         others: Compile all kernels but those of decode, instead.
+        only: Compile none but this kernel of the call.
     """
 
     arch: str
@@ -124,6 +125,7 @@ class Case:
     cache: str = ""
     heads: int = 0
     group: int = 0
+    only: str = ""
 
     def __str__(self) -> str:
         if self.others:
@@ -133,7 +135,7 @@ class Case:
         words += [f"heads{self.heads}x{self.group}"] if self.heads else []
         words += [f"page{self.page_size}"] if self.layout in ("paged", "csr", "latent") else []
         words += [self.schedule, "few" if self.few else "many", "aligned" if self.aligned else "unaligned"]
-        return " ".join([*words, *self.rules])
+        return " ".join([*words, *self.rules, *filter(None, [self.only])])
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -467,9 +469,11 @@ def compile_case(case: Case) -> list[Used]:
     found, programs = plan(case)
     used = []
     for launch in found.launches:
+        if case.only and launch.kernel.__name__ != case.only:
+            continue
         if launch.kernel is api.split_decode_kernel:
             used.append(compile_launch(launch, case.gpu, programs[launch.constants["BLOCK_M"]]))
-        elif case.merge:
+        elif case.merge or case.only:
             used.append(compile_launch(launch, case.gpu, 0))
     return used
 

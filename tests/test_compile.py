@@ -258,6 +258,24 @@ def test_passes_over_shared_keys_fit(compiler: Compiler, arch: str) -> None:
     check(compiler, [Case(arch, rules=("shared", "window"), merge=True), Case(arch, "float32", rules=("shared",))])
 
 
+def groupings(arch: str) -> Iterator[Case]:
+    """Ways to find out what requests share; with SPLITKV_FULL=1 all there are."""
+    for layout, window, tokens, rule, starts in itertools.product(
+        ("paged", "csr"), ("", "window"), ("", "qo_indptr"), ("", "noncausal", "tree"), ("", "kv_start")
+    ):
+        found = Case(arch, layout=layout, rules=("shared", *filter(None, (window, tokens, rule, starts))),
+                     only="group_kernel")  # fmt: skip
+        some = window and (tokens or layout == "csr") and rule != "noncausal" and (rule == "tree") == bool(starts)
+        if (FULL or some) and not (layout == "csr" and starts):
+            yield found
+
+
+@pytest.mark.parametrize("arch", [arch for arch in GPUS if arch != "cuda:75"] if FULL else ["cuda:90"])
+def test_whatever_requests_share_is_found(compiler: Compiler, arch: str) -> None:
+    """Triton 3.6 has failed to compile this kernel for windows."""
+    check(compiler, groupings(arch))
+
+
 E4M3, LATENT = "float8_e4m3fn", dict(head_dim=576, head_dim_v=512, layout="latent", page_size=64)
 
 

@@ -108,7 +108,8 @@ def group_kernel(
     my_group_end = tl.full([BLOCK_G], NEVER, tl.int32)
     my_group_low = tl.full([BLOCK_G], NEVER, tl.int32)
     for first in range(0, batch, BLOCK_B):
-        b = first + tl.arange(0, BLOCK_B)
+        # A row from the start: of vectors that become rows below, Triton 3.6 uses some before it has made them.
+        b = (first + tl.arange(0, BLOCK_B))[None, :]
         b_group, b_tokens, low, end, member = member_range(
             b, batch, group_ids_ptr, prefix_lens_ptr, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity,
             q_len, total_q, window_left, PAGE_SIZE, KV_KIND, HAS_WINDOW, CAUSAL, HAS_TREE,
@@ -116,18 +117,18 @@ def group_kernel(
         b_tokens = tl.where(member, b_tokens, 0)
         tagged = (low.to(tl.int64) << 32) | b.to(tl.int64)
         # Of groups with these numbers.
-        in_group = b_group[None, :] == mine[:, None]
-        begin += tl.sum(tl.where(b_group[None, :] < mine[:, None], b_tokens[None, :], 0), 1)
+        in_group = b_group == mine[:, None]
+        begin += tl.sum(tl.where(b_group < mine[:, None], b_tokens, 0), 1)
         group_size += tl.sum(in_group.to(tl.int32), 1)
-        group_end = tl.minimum(group_end, tl.min(tl.where(in_group, end[None, :], NEVER), 1))
-        leader = tl.minimum(leader, tl.min(tl.where(in_group, tagged[None, :], leader[:, None]), 1))
+        group_end = tl.minimum(group_end, tl.min(tl.where(in_group, end, NEVER), 1))
+        leader = tl.minimum(leader, tl.min(tl.where(in_group, tagged, leader[:, None]), 1))
         # Of requests with these numbers.
-        with_me = member[None, :] & (b_group[None, :] == group[:, None])
-        earlier = (b_group[None, :] < group[:, None]) | (with_me & (b[None, :] < mine[:, None]))
-        place += tl.sum(tl.where(earlier, b_tokens[None, :], 0), 1)
+        with_me = member & (b_group == group[:, None])
+        earlier = (b_group < group[:, None]) | (with_me & (b < mine[:, None]))
+        place += tl.sum(tl.where(earlier, b_tokens, 0), 1)
         my_group_size += tl.sum(with_me.to(tl.int32), 1)
-        my_group_end = tl.minimum(my_group_end, tl.min(tl.where(with_me, end[None, :], NEVER), 1))
-        my_group_low = tl.minimum(my_group_low, tl.min(tl.where(with_me, low[None, :], NEVER), 1))
+        my_group_end = tl.minimum(my_group_end, tl.min(tl.where(with_me, end, NEVER), 1))
+        my_group_low = tl.minimum(my_group_low, tl.min(tl.where(with_me, low, NEVER), 1))
 
     group_low = (leader >> 32).to(tl.int32)
     common = (group_size > 1) & (group_low < group_end)
