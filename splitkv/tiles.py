@@ -283,7 +283,7 @@ def _candidates(
 ) -> list[tuple[int, int, int]]:
     """(block_n, num_stages, shared bytes) of the tiles that fit a target, the best first."""
     wide = max(_widths(head_dim, head_dim_v, latent))
-    long_spills = 64 * 128 if 100 <= _cuda_arch(target) < 120 else 64 * 256
+    long_spills = 64 * 128 if 80 <= _cuda_arch(target) < 90 or 100 <= _cuda_arch(target) < 120 else 64 * 256
     if rows == 128:
         long_spills += 1  # its eight warps have as much to keep as four have of half the rows
     cuts = [(64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1)]
