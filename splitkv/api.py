@@ -384,15 +384,11 @@ def _trace(
 ) -> tuple[Tensor, Tensor | None]:
     """The call as an operator of a graph that is being traced; (out, lse)."""
     _check_kinds(kv, workspace)
-    # What the operator cannot see. It raises when the graph runs: of what is raised in a trace the message is lost.
-    refusal = None
-    try:
-        checks.check_no_grad("q", q)
+    refusal = operators.followed(("q", q), ("out", out), ("lse", lse))
+    try:  # schemas would make numbers of True and False
         _check_numbers(sm_scale, causal, window_left, softcap, num_splits)
-    except TypeError as error:
-        refusal = f"TypeError: {error.args[0]}"
-    except ValueError as error:
-        refusal = f"ValueError: {error.args[0]}"
+    except (TypeError, ValueError) as error:
+        refusal = operators.found(error)
     if refusal is not None:
         sm_scale, causal, window_left, softcap, num_splits = None, True, None, None, None
     want_lse = want_lse or lse is not None
@@ -447,9 +443,7 @@ def _decode_operator(
     *view: Any,
 ) -> None:
     """The call in a graph. out and lse are the workspace's, of any size, unless they were given."""
-    if refusal is not None:
-        kind, _, text = refusal.partition(": ")
-        raise (TypeError if kind == "TypeError" else ValueError)(text)
+    operators.refuse(refusal)
     scratch = Workspace.of_parts(workspace, partial_out, partial_lse, out, partial_lse if lse is None else lse)
     given_out, given_lse = out if out_given else None, lse if lse_given else None
     form = (
@@ -1211,7 +1205,8 @@ def merge(
         out_shape, lse_shape = _merged_shapes(outs, indptr, lse_layout)
         out = torch.empty(out_shape, dtype=outs.dtype, device=outs.device) if out is None else out
         lse = torch.empty(lse_shape, dtype=torch.float32, device=outs.device) if lse is None else lse
-        torch.ops.splitkv.merge(outs, lses, indptr, sinks, lse_base, lse_layout, out, lse)
+        refusal = operators.followed(("outs", outs), ("lses", lses), ("out", out), ("lse", lse))
+        torch.ops.splitkv.merge(outs, lses, indptr, sinks, lse_base, lse_layout, out, lse, refusal)
         return out, lse
     form: Hashable = None
     call: PreparedMerge | None = None
@@ -1344,7 +1339,7 @@ def _plan_merge(
 
 @operators.operator(
     "merge(Tensor outs, Tensor lses, Tensor? indptr, Tensor? sinks, float lse_base, str lse_layout, Tensor(a!) out, "
-    "Tensor(b!) lse)"
+    "Tensor(b!) lse, str? refusal)"
 )
 def _merge_operator(
     outs: Tensor,
@@ -1355,7 +1350,9 @@ def _merge_operator(
     lse_layout: str,
     out: Tensor,
     lse: Tensor,
+    refusal: str | None,
 ) -> None:
+    operators.refuse(refusal)
     merge(outs, lses, indptr=indptr, sinks=sinks, lse_base=lse_base, lse_layout=lse_layout, out=out, lse=lse)
 
 

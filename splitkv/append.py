@@ -138,7 +138,8 @@ def append_kv(k_new: Tensor, v_new: Tensor | None, kv: KVView, slots: Tensor) ->
     """
     if operators.tracing(k_new):
         check_view(kv)
-        torch.ops.splitkv.append_kv(k_new, v_new, slots, *operators.take_apart(kv, scheduled=False))
+        refusal = operators.followed(("k_new", k_new), ("v_new", v_new))
+        torch.ops.splitkv.append_kv(k_new, v_new, slots, refusal, *operators.take_apart(kv, scheduled=False))
         return
     _run(APPEND_NAMES, (k_new, v_new, slots), kv, lambda: _plan_append(k_new, v_new, kv, slots))
 
@@ -335,8 +336,9 @@ def _plan_move(kv: KVView, src_slots: Tensor, dst_slots: Tensor) -> Launch:
     )
 
 
-@operators.operator(f"append_kv(Tensor k_new, Tensor? v_new, Tensor slots, {operators.WRITTEN_VIEW})")
-def _append_kv_operator(k_new: Tensor, v_new: Tensor | None, slots: Tensor, *view: Any) -> None:
+@operators.operator(f"append_kv(Tensor k_new, Tensor? v_new, Tensor slots, str? refusal, {operators.WRITTEN_VIEW})")
+def _append_kv_operator(k_new: Tensor, v_new: Tensor | None, slots: Tensor, refusal: str | None, *view: Any) -> None:
+    operators.refuse(refusal)
     append_kv(k_new, v_new, operators.put_together(*view), slots)
 
 

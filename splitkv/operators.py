@@ -72,6 +72,29 @@ def tracing(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and not checks.has_memory(tensor)
 
 
+def found(error: Exception) -> str:
+    """What `refuse` raises anew when the graph runs: of what is raised in a trace the message is lost."""
+    return f"{'TypeError' if isinstance(error, TypeError) else 'ValueError'}: {error.args[0]}"
+
+
+def followed(*given: tuple[str, Tensor | None]) -> str | None:
+    """What to `refuse` where autograd would have to follow one of these: an operator that runs cannot see it."""
+    try:
+        for name, tensor in given:
+            if tensor is not None:
+                checks.check_no_grad(name, tensor)
+    except ValueError as error:
+        return found(error)
+    return None
+
+
+def refuse(refusal: str | None) -> None:
+    """Raise what was found wrong in a trace."""
+    if refusal is not None:
+        kind, _, text = refusal.partition(": ")
+        raise (TypeError if kind == "TypeError" else ValueError)(text)
+
+
 def take_apart(kv: KVView, scheduled: bool = True) -> tuple[Any, ...]:
     """A view as the schemas take it (`VIEW`), its schedule left out unless `scheduled`."""
     where, stand, schedule = kv.addressing, kv.positions, kv.schedule if scheduled else None

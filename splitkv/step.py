@@ -616,6 +616,8 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
         count = tokens.shape[0]
         if count > self.config.max_total_q:
             raise ValueError(f"tokens: expected at most {self.config.max_total_q} (max_total_q), given {count}")
+        if operators.tracing(tokens):  # a graph copies as if apart
+            return self.input_ids[:count].copy_(tokens)
         view = self._ids_view(count)
         if tokens.data_ptr() != view.data_ptr() or tokens.stride() != view.stride():
             checks.check_apart("tokens", tokens, [("input_ids", view)])

@@ -350,7 +350,7 @@ def test_eager_calls_dispatch_no_operator(workspace):
             splitkv.merge(torch.zeros(2, 3, WIDTH, device=DEVICE), torch.zeros(2, 3, device=DEVICE))
         outs, lses = torch.zeros(2, 3, WIDTH, device=DEVICE), torch.zeros(2, 3, device=DEVICE)
         assert not any(name.startswith("splitkv") for name in names.seen) and "aten::zeros" in names.seen
-        torch.ops.splitkv.merge(outs, lses, None, None, 2.0, "NH", outs[0], lses[0])
+        torch.ops.splitkv.merge(outs, lses, None, None, 2.0, "NH", outs[0], lses[0], None)
     assert names.seen[-1] == "splitkv::merge"  # so it would have been seen
 
 
@@ -394,13 +394,21 @@ def test_errors_are_those_of_eager_calls(workspace):
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_query_that_requires_grad_is_refused(workspace, fullgraph):
-    kv, q = cache("paged"), queries(3).requires_grad_()
-    compiled = torch.compile(lambda q: splitkv.decode(q * 1, kv, workspace), fullgraph=fullgraph, backend="aot_eager")
-    with pytest.raises(ValueError, match="q: expected a tensor outside autograd"):
-        compiled(q)
-    with torch.no_grad():
-        assert same_bits(compiled(q), splitkv.decode(q, kv, workspace).clone())
+def test_what_requires_grad_is_refused(workspace, fullgraph):
+    kv = paged()
+    calls = {
+        "q": lambda t: splitkv.decode(t[:, :2] * 1, kv, workspace),
+        "k_new": lambda t: splitkv.append_kv(t[:, :1], t[:, :1].detach(), kv, kv.seq_lens),
+        "outs": lambda t: splitkv.merge(t[None], t.detach()[None, ..., 0].float())[0],
+    }
+    for name, call in calls.items():
+        compiled = torch.compile(call, fullgraph=fullgraph, backend="aot_eager")
+        given = queries(3).requires_grad_()
+        with pytest.raises(ValueError, match=f"{name}: expected a tensor outside autograd"):
+            compiled(given)
+        with torch.no_grad():
+            want, got = call(given), compiled(given)
+            assert want is got is None or same_bits(want, got)
 
 
 def test_debug_mode_names_the_row_there_too(workspace, monkeypatch):
@@ -462,11 +470,11 @@ def operator_samples():
         workspace.lse, False, False, workspace.spec, None, True, None, None, 1, None, *view,
     )  # fmt: skip
     yield ops.decode, decode
-    yield ops.append_kv, (new, new.clone(), slots, *view)
+    yield ops.append_kv, (new, new.clone(), slots, None, *view)
     yield ops.move_kv, (slots, slots - 1, *view)
     yield ops.update_schedule, (schedule.buffer, schedule.spec, 3, *view)
     outs, lses = torch.randn(2, 3, 2, WIDTH, device=DEVICE), torch.randn(2, 3, 2, device=DEVICE)
-    yield ops.merge, (outs, lses, None, None, 2.0, "NH", torch.zeros_like(outs[0]), torch.zeros_like(lses[0]))
+    yield ops.merge, (outs, lses, None, None, 2.0, "NH", torch.zeros_like(outs[0]), torch.zeros_like(lses[0]), None)
 
     step = splitkv.StepState.allocate(splitkv.StepConfig(3), view[6], 4, DEVICE)
     step.bind([0, 1, 2], [4, 7, 0])
