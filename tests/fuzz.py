@@ -347,11 +347,14 @@ class Report:
             self.worst[name] = [*map(max, self.worst.get(name, [0.0, 0.0]), ratios)]
 
 
-def run(seeds: Iterable[int], device: torch.device, small: bool, report: Report | None = None) -> Report:
+def run(seeds: Iterable[int], device: torch.device, small: bool) -> Report:
     """Check these seeds here, one after another; stops where the device no longer answers."""
-    report = report or Report()
-    start = time.perf_counter()
+    report = Report()
+    start = shown = time.perf_counter()
     for seed in seeds:
+        if time.perf_counter() - shown > 20:
+            shown = time.perf_counter()
+            print(f"{report.problems} problems, {len(report.failures)} failures", file=sys.stderr, flush=True)
         ratios = None
         try:
             ratios = check(seed, device, small)
