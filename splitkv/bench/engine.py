@@ -229,6 +229,7 @@ def measure(model: Any, batches: Sequence[int], prompt: int, tokens: int, repeat
             first = first or answers
             gap, same = largest_gap(model, prompts, answers), same_share(answers, first)
             rows.append(Row(*sizes, batch / seconds, seconds * 1e3, gap, same))
+            print(f"{way}, batch {batch}: {batch / seconds:.0f} tokens/s", flush=True)
     return rows
 
 
