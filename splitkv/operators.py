@@ -3,6 +3,9 @@
 Eager calls do not come here. While a call is traced, its view and its workspace are taken apart into tensors, numbers
 and text, and one operator takes its place in the graph, whose schema says which tensors it writes. When the graph runs,
 the operator puts them together again and does what the eager call does. It keeps nothing of a graph's tensors.
+
+Tensors are a graph's inputs; numbers and text are its constants, as everywhere in PyTorch: a function that is compiled
+once and called for many layers is compiled anew for each softcap, window, or scale that is a number and not a tensor.
 """
 
 from __future__ import annotations
