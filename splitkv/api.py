@@ -319,6 +319,12 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Check the call, unless the workspace remembers one of its form, and launch it; (out, lse)."""
     if operators.tracing(q):
+        if operators.shapes_only(q):
+            plan_decode(
+                q, kv, workspace, want_lse=want_lse, qo_indptr=qo_indptr, sm_scale=sm_scale, causal=causal,
+                window_left=window_left, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, tree_mask=tree_mask,
+                num_splits=num_splits, out=out, lse=lse, group_ids=group_ids, prefix_lens=prefix_lens,
+            )  # fmt: skip
         return _trace(
             q, kv, workspace, want_lse, qo_indptr, sm_scale, causal, window_left, softcap, sinks, alibi_slopes,
             tree_mask, num_splits, out, lse, group_ids, prefix_lens,
@@ -734,7 +740,7 @@ def plan_decode(
     if kv.device != workspace.device:
         raise ValueError(f"kv: expected device {workspace.device} (that of the workspace), given {kv.device}")
     kv.check_batch(batch)
-    refusal = _interpreter.why_not(q.device.type)
+    refusal = None if q.is_meta else _interpreter.why_not(q.device.type)
     if refusal is not None:
         raise ValueError(f"q: {refusal}")
 
@@ -1202,6 +1208,8 @@ def merge(
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
     if operators.tracing(outs):
+        if operators.shapes_only(outs):
+            _plan_merge(outs, lses, indptr, sinks, lse_base, lse_layout, out, lse)
         out_shape, lse_shape = _merged_shapes(outs, indptr, lse_layout)
         out = torch.empty(out_shape, dtype=outs.dtype, device=outs.device) if out is None else out
         lse = torch.empty(lse_shape, dtype=torch.float32, device=outs.device) if lse is None else lse
@@ -1261,7 +1269,7 @@ def _plan_merge(
     heads_last = lse_layout == "NH"
     checks.check_shape("lses", lses, _lse_shape(outs.shape[:-1], heads_last))
     checks.check_device("lses", lses, outs.device, "outs")
-    refusal = _interpreter.why_not(outs.device.type)
+    refusal = None if outs.is_meta else _interpreter.why_not(outs.device.type)
     if refusal is not None:
         raise ValueError(f"outs: {refusal}")
     if sinks is not None:

@@ -137,6 +137,8 @@ def append_kv(k_new: Tensor, v_new: Tensor | None, kv: KVView, slots: Tensor) ->
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
     if operators.tracing(k_new):
+        if operators.shapes_only(k_new):
+            _plan_append(k_new, v_new, kv, slots)
         check_view(kv)
         refusal = operators.followed(("k_new", k_new), ("v_new", v_new))
         torch.ops.splitkv.append_kv(k_new, v_new, slots, refusal, *operators.take_apart(kv, scheduled=False))
@@ -202,7 +204,7 @@ def _plan_append(k_new: Tensor, v_new: Tensor | None, kv: KVView, slots: Tensor)
     tile_sizes.check_cache_dtype(tile_sizes.Target.of(kv.device), kv.dtype)
     checks.check_index_vector("slots", slots, kv.device, "kv", least=tokens)
     _check_apart(kv, [("k_new", k_new), ("v_new", v_new), ("slots", slots)])
-    refusal = _interpreter.why_not(kv.device.type)
+    refusal = None if kv.k.is_meta else _interpreter.why_not(kv.device.type)
     if refusal is not None:
         raise ValueError(f"kv: {refusal}")
     _check_slots_in_debug("slots", slots[:tokens], where.total)
@@ -286,6 +288,8 @@ def move_kv(kv: KVView, src_slots: Tensor, dst_slots: Tensor) -> None:
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
     if operators.tracing(src_slots):
+        if operators.shapes_only(src_slots):
+            _plan_move(kv, src_slots, dst_slots)
         check_view(kv)
         torch.ops.splitkv.move_kv(src_slots, dst_slots, *operators.take_apart(kv, scheduled=False))
         return
@@ -299,7 +303,7 @@ def _plan_move(kv: KVView, src_slots: Tensor, dst_slots: Tensor) -> Launch:
     checks.check_index_vector("dst_slots", dst_slots, kv.device, "kv")
     _check_apart(kv, [("src_slots", src_slots), ("dst_slots", dst_slots)])
     checks.check_shape("dst_slots", dst_slots, src_slots.shape)
-    refusal = _interpreter.why_not(kv.device.type)
+    refusal = None if kv.k.is_meta else _interpreter.why_not(kv.device.type)
     if refusal is not None:
         raise ValueError(f"kv: {refusal}")
     _check_slots_in_debug("src_slots", src_slots, where.total)

@@ -98,6 +98,11 @@ def refuse(refusal: str | None) -> None:
         raise (TypeError if kind == "TypeError" else ValueError)(text)
 
 
+def shapes_only(tensor: Tensor) -> bool:
+    """Whether an eager call was given tensors of the meta device: it is checked as any other, and runs nothing."""
+    return not torch.compiler.is_compiling() and tensor.is_meta and not checks.is_fake(tensor)
+
+
 def take_apart(kv: KVView, scheduled: bool = True) -> tuple[Any, ...]:
     """A view as the schemas take it (`VIEW`), its schedule left out unless `scheduled`."""
     where, stand, schedule = kv.addressing, kv.positions, kv.schedule if scheduled else None

@@ -119,8 +119,8 @@ class Schedule:
         return self._tiles
 
     @tiles.setter
-    def tiles(self, tiles: TileTable | None) -> None:
-        self._tiles = tiles
+    def tiles(self, tiles: TileTable | str | os.PathLike[str] | None) -> None:
+        self._tiles = TileTable.given(tiles)
         self._changed()
 
     def _changed(self) -> None:

@@ -276,8 +276,7 @@ def plan(case: Case) -> tuple[api.Plan, dict[int, int]]:
         programs[args[4]] = chosen.programs_per_sm
         return chosen
 
-    no_refusal = mock.patch.object(splitkv._interpreter, "why_not", lambda _: None)
-    with no_refusal, mock.patch.object(api.tile_sizes, "choose", remember):
+    with mock.patch.object(api.tile_sizes, "choose", remember):
         found = api.plan_decode(q, kv, workspace, **arguments)
     return found, programs
 

@@ -238,6 +238,41 @@ def test_steps_and_schedules_stay_within_their_tensors(device: torch.device, che
 # Debug mode.
 
 
+@pytest.mark.gpu
+def test_debug_mode_keeps_out_of_captures(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPLITKV_DEBUG", "1")
+    table = ints([[0, 1], [2, 3]], device)
+    step = splitkv.StepState.allocate(splitkv.StepConfig(2), table, 16, device)
+    step.bind([0, 1], [3, 20])
+    config = splitkv.WorkspaceConfig(2, 2, 1, 16, dtype=torch.float32)
+    workspace, schedule = splitkv.Workspace.allocate(config, device), splitkv.Schedule.allocate(config, device)
+    k, v = torch.zeros(2, 4, 16, 1, 16, device=device)
+    kv = splitkv.PagedKV(k, v, table, step.seq_lens, rows=step.req_pool_indices, schedule=schedule)
+    new, q, counts = torch.ones(2, 1, 16, device=device), torch.ones(2, 2, 16, device=device), ints([1, 1], device)
+    seen, tree = torch.zeros(2, 40, dtype=torch.bool, device=device), ints([[[0]] * 2] * 2, device)
+    parents = ints([[-1, 0]] * 2, device)
+
+    def run() -> Tensor:
+        splitkv.append_kv(new, new, kv, step.out_cache_loc)
+        splitkv.move_kv(kv, step.out_cache_loc, step.out_cache_loc)
+        schedule.update(kv)
+        out, lse = splitkv.decode_with_lse(q, kv, workspace)
+        splitkv.merge(out[None], lse[None], indptr=None)
+        splitkv.merge(out, lse, indptr=step.qo_indptr)
+        masks.validity_mask(seen, step.seq_lens)
+        masks.tree_mask_from_parents(parents, tree)
+        step.advance(counts)
+        return out
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    graph.replay()
+    assert bool(out.isfinite().all()) and bool((out > 0).all())
+    assert step.seq_lens.tolist() == [5, 22]
+
+
 def debug_cases() -> Iterator[tuple[str, str, Callable[[Tensor], Any], int, str]]:
     """Kind of view, its tensor, what spoils that, the row that is named, and the text."""
     yield "paged", "seq_lens", lambda t: t[1].fill_(-1), 1, "-1"
