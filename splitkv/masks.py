@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from splitkv import _interpreter, checks
+from splitkv import _interpreter, checks, operators
 from splitkv.config import cdiv, require_int
 from splitkv.kernels.launch import launch
 from splitkv.kernels.masks import (
@@ -92,6 +92,9 @@ def validity_mask(out: Tensor, seq_lens: Tensor, *, kv_start: Tensor | None = No
     Raises:
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
+    if operators.tracing(out):
+        torch.ops.splitkv.validity_mask(out, seq_lens, kv_start)
+        return out
     out = _check_out(out, ("batch", "max_len"))
     _attention_mask(out, seq_lens, kv_start, None, out.shape[0], 1, False, None, (out.stride(0), 0))
     return out
@@ -138,6 +141,9 @@ def attention_mask(
     Raises:
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
+    if operators.tracing(out):
+        torch.ops.splitkv.attention_mask(out, seq_lens, causal, window_left, kv_start)
+        return out
     out = _check_out(out, ("batch", "q_len", "max_len"))
     batch, q_len, _ = out.shape
     strides = (out.stride(0), out.stride(1))
@@ -186,6 +192,9 @@ def ragged_mask(
     Raises:
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
+    if operators.tracing(out):
+        torch.ops.splitkv.ragged_mask(out, qo_indptr, seq_lens, causal, window_left, kv_start)
+        return out
     out = _check_out(out, ("total_q", "max_len"))
     checks.check_index_vector("qo_indptr", qo_indptr, out.device, "out", least=1)
     batch = qo_indptr.shape[0] - 1
@@ -275,6 +284,9 @@ def position_mask(out: Tensor, position_ids: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
+    if operators.tracing(out):
+        torch.ops.splitkv.position_mask(out, position_ids)
+        return out
     position_ids = checks.check_tensor("position_ids", position_ids)
     checks.check_rank("position_ids", position_ids, 1, 2)
     checks.check_dtype("position_ids", position_ids, torch.int64, torch.int32)
@@ -331,6 +343,9 @@ def pack_tree_mask(mask: Tensor, out: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
+    if operators.tracing(out):
+        torch.ops.splitkv.pack_tree_mask(mask, out)
+        return out
     mask = checks.check_tensor("mask", mask)
     checks.check_dtype("mask", mask, torch.bool)
     checks.check_rank("mask", mask, 3)
@@ -380,6 +395,9 @@ def tree_mask_from_parents(parents: Tensor, out: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
+    if operators.tracing(out):
+        torch.ops.splitkv.tree_mask_from_parents(parents, out)
+        return out
     parents = checks.check_tensor("parents", parents)
     checks.check_dtype("parents", parents, torch.int32, torch.int64)
     checks.check_rank("parents", parents, 2)
@@ -416,3 +434,41 @@ def tree_mask_from_parents(parents: Tensor, out: Tensor) -> Tensor:
         num_warps=4,
     )
     return out
+
+
+@operators.operator("validity_mask(Tensor(a!) out, Tensor seq_lens, Tensor? kv_start)")
+def _validity_mask_operator(out: Tensor, seq_lens: Tensor, kv_start: Tensor | None) -> None:
+    validity_mask(out, seq_lens, kv_start=kv_start)
+
+
+@operators.operator(
+    "attention_mask(Tensor(a!) out, Tensor seq_lens, bool causal, SymInt? window_left, Tensor? kv_start)"
+)
+def _attention_mask_operator(
+    out: Tensor, seq_lens: Tensor, causal: bool, window_left: int | None, kv_start: Tensor | None
+) -> None:
+    attention_mask(out, seq_lens, causal=causal, window_left=window_left, kv_start=kv_start)
+
+
+@operators.operator(
+    "ragged_mask(Tensor(a!) out, Tensor qo_indptr, Tensor seq_lens, bool causal, SymInt? window_left, Tensor? kv_start)"
+)
+def _ragged_mask_operator(
+    out: Tensor, qo_indptr: Tensor, seq_lens: Tensor, causal: bool, window_left: int | None, kv_start: Tensor | None
+) -> None:
+    ragged_mask(out, qo_indptr, seq_lens, causal=causal, window_left=window_left, kv_start=kv_start)
+
+
+@operators.operator("position_mask(Tensor(a!) out, Tensor position_ids)")
+def _position_mask_operator(out: Tensor, position_ids: Tensor) -> None:
+    position_mask(out, position_ids)
+
+
+@operators.operator("pack_tree_mask(Tensor mask, Tensor(a!) out)")
+def _pack_tree_mask_operator(mask: Tensor, out: Tensor) -> None:
+    pack_tree_mask(mask, out)
+
+
+@operators.operator("tree_mask_from_parents(Tensor parents, Tensor(a!) out)")
+def _tree_mask_from_parents_operator(parents: Tensor, out: Tensor) -> None:
+    tree_mask_from_parents(parents, out)

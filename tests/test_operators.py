@@ -255,7 +255,7 @@ def test_merge():
 def test_a_whole_step(workspace, counts):
     """What an engine captures: the next lengths and slots, a schedule, a layer, and the sampled tokens."""
     table = ints([[0, 1], [3, 2], [5, -1]], DEVICE)
-    step = splitkv.StepState.allocate(splitkv.StepConfig(3, max_total_q=6), table, 4, DEVICE)
+    step = splitkv.StepState.allocate(splitkv.StepConfig(3, max_total_q=6, max_mask_len=12), table, 4, DEVICE)
     step.bind([0, 1, 2], [4, 7, 4], q_lens=None if counts is None else [2, 1, 2])
     schedule = splitkv.Schedule.allocate(CONFIG, DEVICE)
     k, v = torch.randn(2, 6, 4, 1, WIDTH, device=DEVICE).half()
@@ -267,7 +267,7 @@ def test_a_whole_step(workspace, counts):
         schedule.update(kv)
         splitkv.append_kv(new, new, kv, step.out_cache_loc)
         out = splitkv.decode(q, kv, workspace)
-        return out, step.fill_input_ids_from_device(sampled)
+        return out, step.fill_input_ids_from_device(sampled), step.decode_mask(step.position_ids[:3], 9)
 
     written = ("position_ids", "seq_lens", "pending", "kv_indptr", "out_cache_loc", "needs_page", "input_ids")
     state = [getattr(step, name) for name in written] + [k, v, schedule.buffer]
@@ -278,6 +278,25 @@ def test_a_whole_step(workspace, counts):
     if counts is not None:
         with pytest.raises(ValueError, match="num_new: expected at most 3 counts"):
             torch.compile(step.advance, fullgraph=True, backend="aot_eager")(torch.ones(4, device=DEVICE).int())
+
+
+def test_masks():
+    lens, starts, indptr = ints([3, 5], DEVICE), ints([1, 0], DEVICE), ints([0, 1, 3], DEVICE)
+    shapes = {torch.bool: [(2, 6), (2, 2, 6), (4, 6), (2, 1, 6)], torch.int32: [(2, 3, 1), (2, 3, 1)]}
+    outs = [torch.zeros(shape, dtype=dtype, device=DEVICE) for dtype, found in shapes.items() for shape in found]
+    valid, square, ragged, before, packed, tree = outs
+    parents = ints([[-1, 0, 0], [-1, 0, 1]], DEVICE)
+
+    def write(seen, positions):
+        splitkv.masks.validity_mask(valid, lens, kv_start=starts)
+        splitkv.masks.attention_mask(square, lens, window_left=2, kv_start=starts)
+        splitkv.masks.ragged_mask(ragged, indptr, lens, causal=False)
+        splitkv.masks.position_mask(before, positions)
+        splitkv.masks.pack_tree_mask(seen > 0, packed)
+        return [out + 0 for out in (splitkv.masks.tree_mask_from_parents(parents, tree), packed, before)]
+
+    assert_as_eager(write, torch.randn(2, 3, 3, device=DEVICE), torch.tensor([4, 0], device=DEVICE), state=outs)
+    assert all(bool(out.any()) and not bool(out.all()) for out in outs[:4])
 
 
 def test_views_may_be_made_inside(workspace):
@@ -491,6 +510,15 @@ def operator_samples():
         ints([1, 1], DEVICE), step.page_table, step.req_pool_indices, step.qo_indptr, step.position_ids, step.seq_lens,
         step.pending, step.kv_indptr, step.out_cache_loc, step.needs_page, 4,
     )  # fmt: skip
+
+    mask, words = torch.zeros(2, 3, 6, dtype=torch.bool, device=DEVICE), torch.zeros(2, 3, 1, device=DEVICE).int()
+    lens, indptr = ints([3, 5], DEVICE), ints([0, 1, 3], DEVICE)
+    yield ops.validity_mask, (mask[0], ints([3, 5, 1], DEVICE), None)
+    yield ops.attention_mask, (mask, lens, True, 2, None)
+    yield ops.ragged_mask, (mask[0], indptr, lens, True, None, ints([1, 0], DEVICE))
+    yield ops.position_mask, (mask[:, :1], lens)
+    yield ops.pack_tree_mask, (mask[..., :3], words)
+    yield ops.tree_mask_from_parents, (ints([[-1, 0, 0], [-1, 0, 1]], DEVICE), words)
 
 
 def test_opcheck():
