@@ -23,15 +23,18 @@ import torch
 import torch.distributed as dist
 import triton
 from conftest import COMPILED
+from hypothesis import given as examples
+from hypothesis import strategies as st
 from public import AUTOGRAD, public_calls, shown, tensors_in
 from support import ints as vector
 from torch import Tensor
 
 import splitkv
-from splitkv import distributed, masks
+from splitkv import checks, distributed, masks
 from splitkv.distributed import Exchange
 from splitkv.kernels import prepared
 from splitkv.kv import KVView
+from splitkv.testing import same_bits
 from splitkv.tiles import Target, Tiles
 from splitkv.tiles_io import TileKey, TileTable
 
@@ -1485,3 +1488,91 @@ def why_not_refused(call: Call, argument: str, row: Bad) -> str | None:
     if pool_before is not None and vars(good["self"]) != pool_before:
         return "the pool was changed"
     return None
+
+
+# What shares memory.
+
+LAID = st.integers(1, 3).flatmap(
+    lambda rank: st.tuples(
+        st.lists(st.integers(0, 4), min_size=rank, max_size=rank),
+        st.lists(st.integers(0, 12), min_size=rank, max_size=rank),
+        st.integers(0, 12),
+        st.sampled_from([torch.uint8, torch.int16, torch.int32]),
+    )
+)
+
+
+def laid(how: tuple[list[int], list[int], int, torch.dtype]) -> Tensor:
+    shape, strides, first, dtype = how
+    return MEMORY.view(dtype).as_strided(shape, strides, first)
+
+
+MEMORY = torch.zeros(1024, dtype=torch.uint8)
+
+
+def bytes_of(tensor: Tensor) -> list[int]:
+    """The addresses of all bytes of all elements, one by one."""
+    offsets = [0]
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        offsets = [offset + i * stride for offset in offsets for i in range(size)]
+    size = tensor.element_size()
+    return [tensor.data_ptr() + offset * size + byte for offset in offsets for byte in range(size)]
+
+
+def refuses(check: Callable[..., None], *arguments: Any) -> bool:
+    try:
+        check(*arguments)
+    except ValueError:
+        return True
+    return False
+
+
+@examples(LAID, LAID)
+def test_whatever_shares_memory_is_refused(one_way: Any, other_way: Any) -> None:
+    """By how tensors are laid out alone; and nothing that lies in a stretch of its own is."""
+    one, other = laid(one_way), laid(other_way)
+    places, others = bytes_of(one), bytes_of(other)
+    if len(set(places)) < len(places):
+        assert refuses(checks.check_no_overlap, "out", one)
+    shared = bool(set(places) & set(others))
+    if shared:
+        assert refuses(checks.check_apart, "out", one, [("q", other)])
+    elif not places or not others or max(places) < min(others) or max(others) < min(places):
+        assert not refuses(checks.check_apart, "out", one, [("q", other)])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (1, 2, 0)], ids=str)
+@pytest.mark.parametrize("padding", [0, 3])
+def test_rows_apart_are_taken_in_any_order(order: tuple[int, ...], padding: int) -> None:
+    whole = torch.zeros(3, 4, 5 + padding)[..., :5]
+    assert not refuses(checks.check_no_overlap, "out", whole.permute(order))
+    assert not refuses(checks.check_no_overlap, "out", whole[:, :1].permute(order))
+
+
+def test_columns_of_one_buffer_are_apart() -> None:
+    """Queries, outputs and log-sum-exps side by side, as fused layers have them: right, and nothing else is written."""
+    arguments = one()
+    good = splitkv.decode(**arguments).clone(), arguments["lse"].clone()
+    row = torch.full((BATCH, Q_HEADS, WIDTH + WIDTH_V + 4), 7.0, dtype=DTYPE, device=DEVICE)
+    q, out = row[..., :WIDTH], row[..., WIDTH : WIDTH + WIDTH_V]
+    lse = row[..., -4:-2].view(torch.float32)[..., 0]
+    q.copy_(arguments["q"])
+    for _ in range(2):
+        splitkv.decode(**arguments | dict(q=q, out=out, lse=lse))
+        assert same_bits(out.contiguous(), good[0]) and same_bits(lse.contiguous(), good[1])
+        assert bool((row[..., -2:] == 7).all()) and same_bits(q.contiguous(), arguments["q"])
+        out.fill_(0)
+    assert splitkv.supports(**arguments | dict(q=q, out=row[..., 8 : 8 + WIDTH_V])) is not None
+
+
+def test_a_result_in_the_workspace_is_no_query_of_the_next_call() -> None:
+    config = splitkv.WorkspaceConfig(BATCH, Q_HEADS, KV_HEADS, WIDTH, WIDTH, dtype=DTYPE)
+    workspace, kv = splitkv.Workspace.allocate(config, DEVICE), latent()["kv"]
+    rules: dict[str, Any] = dict(kv=kv, workspace=workspace, sm_scale=0.5)
+    q = torch.ones(BATCH, Q_HEADS, WIDTH, dtype=DTYPE, device=DEVICE)
+    result = splitkv.decode(q, **rules)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^out: expected memory apart from q, given"):
+            splitkv.decode(result, **rules)
+    apart = torch.empty_like(q)
+    assert splitkv.decode(result, out=apart, **rules) is apart
