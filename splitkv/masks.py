@@ -92,7 +92,7 @@ def validity_mask(out: Tensor, seq_lens: Tensor, *, kv_start: Tensor | None = No
     Raises:
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
-    if operators.tracing(out):
+    if operators.tracing(out) and not operators.shapes_only(out):
         torch.ops.splitkv.validity_mask(out, seq_lens, kv_start)
         return out
     out = _check_out(out, ("batch", "max_len"))
@@ -141,7 +141,7 @@ def attention_mask(
     Raises:
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
-    if operators.tracing(out):
+    if operators.tracing(out) and not operators.shapes_only(out):
         torch.ops.splitkv.attention_mask(out, seq_lens, causal, window_left, kv_start)
         return out
     out = _check_out(out, ("batch", "q_len", "max_len"))
@@ -192,7 +192,7 @@ def ragged_mask(
     Raises:
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
-    if operators.tracing(out):
+    if operators.tracing(out) and not operators.shapes_only(out):
         torch.ops.splitkv.ragged_mask(out, qo_indptr, seq_lens, causal, window_left, kv_start)
         return out
     out = _check_out(out, ("total_q", "max_len"))
@@ -284,7 +284,7 @@ def position_mask(out: Tensor, position_ids: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
-    if operators.tracing(out):
+    if operators.tracing(out) and not operators.shapes_only(out):
         torch.ops.splitkv.position_mask(out, position_ids)
         return out
     position_ids = checks.check_tensor("position_ids", position_ids)
@@ -343,7 +343,7 @@ def pack_tree_mask(mask: Tensor, out: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
-    if operators.tracing(out):
+    if operators.tracing(out) and not operators.shapes_only(out):
         torch.ops.splitkv.pack_tree_mask(mask, out)
         return out
     mask = checks.check_tensor("mask", mask)
@@ -395,7 +395,7 @@ def tree_mask_from_parents(parents: Tensor, out: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
-    if operators.tracing(out):
+    if operators.tracing(out) and not operators.shapes_only(out):
         torch.ops.splitkv.tree_mask_from_parents(parents, out)
         return out
     parents = checks.check_tensor("parents", parents)

@@ -465,6 +465,9 @@ def test_tensors_without_memory_get_shapes_and_launch_nothing(kind):
         assert (lse.shape, lse.dtype) == (q.shape[:-1], torch.float32)
         merged, merged_lse = splitkv.merge(torch.stack([out, out]), torch.stack([lse, lse]))
         assert merged.shape == out.shape and merged_lse.shape == lse.shape
+        if kind == "fake":
+            words = torch.empty(3, 5, 1, dtype=torch.int32, device=device)
+            assert splitkv.masks.pack_tree_mask(torch.empty(3, 5, 5, dtype=torch.bool, device=device), words) is words
 
 
 @pytest.mark.parametrize("strict", [False, True])
