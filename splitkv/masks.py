@@ -7,7 +7,7 @@ left padding by itself. They are for attention that does take a mask.
 Each writer has a function `…_shape` that says, in plain integers, what shape its `out` has; another shape raises before
 anything is launched. A writer is one launch on the current stream, reads no device value on the host and allocates
 nothing. Lengths on the device that are longer than the mask are cut off by its width; with `SPLITKV_DEBUG=1` they
-raise.
+raise, and so do negative ones and prefix sums that fall.
 """
 
 from __future__ import annotations

@@ -534,7 +534,8 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
                 The first call with counts compiles: make it before a capture.
 
         Raises:
-            TypeError, ValueError: dtype, rank, size, stride or device of num_new; nothing was launched.
+            TypeError, ValueError: dtype, rank, size, stride or device of num_new; with SPLITKV_DEBUG=1 also a count
+                that would be clamped. Nothing was launched.
         """
         if operators.tracing(self.seq_lens):
             torch.ops.splitkv.advance(

@@ -142,7 +142,8 @@ class Schedule:
             batch: Requests that will be decoded. None: as many as the view has entries for, at most max_batch_size.
 
         Raises:
-            TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
+            TypeError, ValueError: naming the argument, what was expected, and what was given; with SPLITKV_DEBUG=1 also
+                lengths that would be clamped. Nothing was launched.
         """
         from splitkv import operators
         from splitkv.kv import check_view

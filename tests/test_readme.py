@@ -73,7 +73,7 @@ def test_figures_of_speed_are_the_records() -> None:
     assert all(run["date"][:10] in found[1] for run in readme_speed.load()[0].runs)
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "ARGUMENTS.md", *sorted(NOTEBOOKS)])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "ARGUMENTS.md", "SECURITY.md", *sorted(NOTEBOOKS)])
 def test_files_that_a_page_links_to_exist(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
