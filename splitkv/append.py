@@ -343,9 +343,31 @@ def _plan_move(kv: KVView, src_slots: Tensor, dst_slots: Tensor) -> Launch:
 @operators.operator(f"append_kv(Tensor k_new, Tensor? v_new, Tensor slots, str? refusal, {operators.WRITTEN_VIEW})")
 def _append_kv_operator(k_new: Tensor, v_new: Tensor | None, slots: Tensor, refusal: str | None, *view: Any) -> None:
     operators.refuse(refusal)
-    append_kv(k_new, v_new, operators.put_together(*view), slots)
+    _run_parts(APPEND_NAMES, (k_new, v_new, slots), view, lambda kv: _plan_append(k_new, v_new, kv, slots))
 
 
 @operators.operator(f"move_kv(Tensor src_slots, Tensor dst_slots, {operators.WRITTEN_VIEW})")
 def _move_kv_operator(src_slots: Tensor, dst_slots: Tensor, *view: Any) -> None:
-    move_kv(operators.put_together(*view), src_slots, dst_slots)
+    _run_parts(MOVE_NAMES, (src_slots, dst_slots), view, lambda kv: _plan_move(kv, src_slots, dst_slots))
+
+
+def _run_parts(
+    names: tuple[str, ...], given: tuple[Tensor | None, ...], view: tuple[Any, ...], plan: Callable[[KVView], Launch]
+) -> None:
+    """`_run` for a view in parts: it is put together only where its checks are due."""
+    k, v = view[:2]
+    form = (
+        names, view[operators.VIEW_TENSORS :], v is not None and k.data_ptr() == v.data_ptr(),
+        *[None if tensor is None else _form_of(tensor) for tensor in (*given, *view[:4])],
+    )  # fmt: skip
+    call = _calls.recall(form)
+    if call is None or checks.debugging():
+        step = plan(operators.put_together(*view))
+        if call is None:
+            call = PreparedLaunches([step], names, k.device)
+            _calls.remember(form, call)
+    k, v, _, _, _, _, _, _, k_scale, v_scale, _, _ = operators.operands(*view)
+    call(
+        (*given, k, v, k_scale, v_scale),
+        lambda: _check_apart(operators.put_together(*view), zip(ARGUMENTS[names], given, strict=True)),
+    )

@@ -133,6 +133,9 @@ class Workspace:
         workspace.config, workspace._tiles, workspace._target, workspace._calls = read_spec(spec)
         workspace.partial_out, workspace.partial_lse, workspace.out, workspace.lse = partial_out, partial_lse, out, lse
         workspace.device, workspace.spec = partial_out.device, spec
+        # Asked for only where both are contiguous, as those of a workspace are.
+        first, first_lse = out.data_ptr(), lse.data_ptr()
+        workspace.results = min(first, first_lse), max(first + out.nbytes, first_lse + lse.nbytes)
         return workspace
 
     def _changed(self) -> None:
