@@ -218,6 +218,28 @@ def test_another_view_or_workspace_is_not_mistaken_for_the_first(workspace):
         assert same_bits(compiled(q, kv, scratch), want)
 
 
+def test_calls_that_differ_in_a_number_alone(workspace):
+    """Operators remember calls by their form: all of these have the same tensors, and none may go by another's."""
+    k, v = (torch.randn(3, 2, 2, WIDTH, device=DEVICE).to(torch.float8_e5m2) for _ in range(2))  # 2 tokens, 2 heads
+    table, lens, slots = ints([[0], [1], [2]], DEVICE), ints([2, 1, 2], DEVICE), ints([1, 2, 4], DEVICE)
+    q, new = torch.randn(3, 4, WIDTH, device=DEVICE).half() * 3, torch.randn(3, 2, WIDTH, device=DEVICE).half()
+    rules = [{}, {"window_left": 0}, {"sm_scale": 0.7}, {"softcap": 0.5}, {"num_splits": 2, "sm_scale": 0.3}]
+    views = [{}, {"layout": "HND"}, {"k_scale": 2.0}, {"v_scale": 0.5}]
+    results = []
+    for options, given in [({}, rule) for rule in rules] + [(options, {}) for options in views[1:]]:
+        kv = splitkv.PagedKV(k, v, table, lens, **options)
+
+        def step(q, new, kv=kv, given=given):
+            splitkv.append_kv(new, new, kv, slots)
+            return (splitkv.decode(q, kv, workspace, **given),)
+
+        assert_as_eager(step, q, new, state=[k, v], backend="eager")
+        results.append(torch.cat([*bits([workspace.out]), *bits([k, v])]))
+        torch._dynamo.reset()
+    distinct = {result.numpy(force=True).tobytes() for result in results}
+    assert len(distinct) == len(results)  # or the test would see nothing
+
+
 def test_tiles_of_a_workspace_are_those_of_the_graph(workspace):
     from splitkv.tiles import Target, Tiles
     from splitkv.tiles_io import TileKey, TileTable
