@@ -12,8 +12,11 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import splitkv
-from splitkv import operators
+from splitkv import api, operators
 from splitkv.kernels.prepared import PreparedLaunches
+from splitkv.tiles import Tiles
+from splitkv.tiles_io import TileKey, TileTable
+from splitkv.workspace import read_spec
 
 DEVICE = torch.device("cuda", 0) if COMPILED else torch.device("cpu")
 WIDTH = 16
@@ -30,6 +33,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _fresh():
+    read_spec.cache_clear()  # and with it what is remembered of calls
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -240,16 +244,30 @@ def test_calls_that_differ_in_a_number_alone(workspace):
     assert len(distinct) == len(results)  # or the test would see nothing
 
 
-def test_tiles_of_a_workspace_are_those_of_the_graph(workspace):
-    from splitkv.tiles import Target, Tiles
-    from splitkv.tiles_io import TileKey, TileTable
-    from splitkv.workspace import Workspace
+def test_tiles_of_a_workspace_are_those_of_the_graph(workspace, monkeypatch):
+    kv, q, chosen = cache("paged"), queries(3), []
+    plan_decode = api.plan_decode
 
-    workspace.tiles = TileTable({TileKey(workspace.target.arch, "float16", WIDTH, WIDTH, 16): Tiles(16, 4, 1, 1, 32)})
-    workspace.target = Target("hip:gfx942", 7, 65536)
-    buffers = (workspace.partial_out, workspace.partial_lse, workspace.out, workspace.lse)
-    copy = Workspace.of_parts(workspace.spec, *buffers)
-    assert (copy.config, copy.tiles, copy.target) == (workspace.config, workspace.tiles, workspace.target)
+    def recorded(q, kv, workspace, **rules):
+        chosen.append((workspace.config, workspace.tiles, workspace.target))
+        return plan_decode(q, kv, workspace, **rules)
+
+    monkeypatch.setattr(api, "plan_decode", recorded)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda q: splitkv.decode(q, kv, workspace), fullgraph=True, backend=counter)
+    tiles = {TileKey(workspace.target.arch, "float16", WIDTH, WIDTH, 16): Tiles(16, 4, 1, 1, 32)}
+    changes = [
+        ("tiles", TileTable(tiles)),
+        ("target", dataclasses.replace(workspace.target, num_sms=workspace.target.num_sms + 1)),
+        ("tiles", None),
+    ]
+    for name, value in [("tiles", None), *changes]:
+        setattr(workspace, name, value)
+        compiled(q)
+        compiled(q)
+        assert chosen == [(workspace.config, workspace.tiles, workspace.target)]  # planned once
+        chosen.clear()
+    assert counter.frame_count == 4
 
 
 def test_prefixes_that_requests_share(workspace):
