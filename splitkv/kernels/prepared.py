@@ -15,7 +15,7 @@ from torch import Tensor
 from splitkv.kernels.launch import compile_options, launch
 
 MAX_CALLS = 256  # forms of calls that are remembered; then it starts again
-MAX_PLACES = 4096  # that prepared launches remember having been checked; then they start again
+MAX_PLACES = 1024  # that prepared launches remember having been checked; then they start again
 Prepared = TypeVar("Prepared")
 
 _DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER of the CUDA driver
@@ -160,8 +160,10 @@ class PreparedLaunches:
             check: Raises where tensors at these addresses cannot be given together. Not asked again about addresses
                 that it has passed.
         """
+        # Addresses, since Triton would ask the driver about every tensor.
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         if check is not None:
-            places = tuple([None if tensor is None else tensor.data_ptr() for tensor in tensors])
+            places = tuple(addresses)
             if places not in self._places:
                 check()
                 if len(self._places) >= MAX_PLACES:
@@ -177,8 +179,6 @@ class PreparedLaunches:
                     operands[name] = stretch.on(whole)
                 replace(step, operands=operands).run(self._device)
             return
-        # Addresses, since Triton would ask the driver about every tensor.
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         addresses.append(None)  # of pointers that no call gives
         driver, observed = triton.runtime.driver.active, _observed()
         if driver.get_current_device() == self._index:
