@@ -240,11 +240,12 @@ def shared_bytes(
     *,
     kv_dtype: torch.dtype | None = None,
     latent: bool = False,
+    tree: bool = False,
 ) -> int:
     """Upper estimate of the shared memory of one program: buffered keys and values, the query and the weights.
 
     Args:
-        target, dtype, head_dim, head_dim_v, rows, kv_dtype, latent: As for `choose`.
+        target, dtype, head_dim, head_dim_v, rows, kv_dtype, latent, tree: As for `choose`.
         block_n, num_stages: As for `Tiles`.
     """
     width, width_v = _widths(head_dim, head_dim_v, latent)
@@ -252,13 +253,17 @@ def shared_bytes(
     itemsize = 4 if _without_tensor_cores(target, dtype) else dtype.itemsize
     quantized = _quantized(kv_dtype)
     query = rows * width
+    block_v = split_latent_width(head_dim, head_dim_v)[0] if latent else split_width(head_dim_v)[0]
+    masks = 0
+    if tree and num_stages > 1:
+        # Words of the mask are copied ahead like keys, and values, once those that no row sees are zeroed, may take a
+        # place of their own.
+        masks = 4 * (num_stages - 1) * block_n * rows + itemsize * block_n * block_v
     if 90 <= _cuda_arch(target) < 120 and rows >= 64 and dtype.itemsize == 2 and num_stages > 1 and not quantized:
         # Products of warp groups run on while the next block is copied, which takes a buffer more. Their weights stay
         # in registers, but where eight warps share them.
         weights = rows * block_n if rows * max(width, width_v) >= 64 * 256 else 0
-        return itemsize * (num_stages * block_n * columns + query + weights) + (
-            1024 if _cuda_arch(target) < 100 else 1152
-        )
+        return itemsize * (num_stages * block_n * columns + query + weights) + masks + 1024 + 128
     buffers = (num_stages - 1) * block_n * columns * (1 if quantized else itemsize)
     if num_stages == 1:
         # Without a pipeline values take the place of their keys, and on AMD both that of the query.
@@ -267,7 +272,10 @@ def shared_bytes(
             buffers = max(buffers - itemsize * query, 0)
     if quantized:
         buffers += 2 * 4 * num_stages * block_n  # scales of tokens
-    return buffers + itemsize * (query + rows * block_n) + 4 * rows * 16
+    results = 0 if target.arch.startswith("hip:") else 4 * rows * block_v
+    if latent and num_stages == 1:
+        results += itemsize * block_n * columns
+    return max(buffers + itemsize * (query + rows * block_n) + masks + 4 * rows * 16, results)
 
 
 def _candidates(
@@ -280,6 +288,7 @@ def _candidates(
     blocks: Blocks,
     kv_dtype: torch.dtype | None,
     latent: bool,
+    tree: bool,
 ) -> list[tuple[int, int, int]]:
     """(block_n, num_stages, shared bytes) of the tiles that fit a target, the best first."""
     wide = max(_widths(head_dim, head_dim_v, latent))
@@ -314,10 +323,8 @@ def _candidates(
         cuts = cuts if target.converts_float8 and wide <= 256 else cuts[2:]
     elif rows <= 16 and wide <= 128 and blocks != Blocks.LONG:
         cuts = cuts[2:]
-    sized = [
-        (*cut, shared_bytes(target, dtype, head_dim, head_dim_v, rows, *cut, kv_dtype=kv_dtype, latent=latent))
-        for cut in cuts
-    ]
+    cache: dict[str, Any] = dict(kv_dtype=kv_dtype, latent=latent, tree=tree)
+    sized = [(*cut, shared_bytes(target, dtype, head_dim, head_dim_v, rows, *cut, **cache)) for cut in cuts]
     return [cut for cut in sized if cut[2] <= target.shared_memory]
 
 
@@ -331,6 +338,7 @@ def fit_rows(
     aligned: bool = True,
     kv_dtype: torch.dtype | None = None,
     latent: bool = False,
+    tree: bool = False,
 ) -> int:
     """Most rows of a query tile, up to `rows`, that a target's registers and shared memory have room for.
 
@@ -341,10 +349,10 @@ def fit_rows(
     64
 
     Args:
-        target, dtype, head_dim, head_dim_v, aligned, kv_dtype, latent: As for `choose`.
+        target, dtype, head_dim, head_dim_v, aligned, kv_dtype, latent, tree: As for `choose`.
         rows: At most so many.
     """
-    if _quantized(kv_dtype) or not aligned:
+    if _quantized(kv_dtype) or not aligned or tree:
         # Warp-group products (64 rows on Hopper) of values that come through registers, not by an asynchronous copy,
         # read wrong shared memory where key and value widths differ (seen with Triton 3.6).
         rows = min(rows, 32)
@@ -359,7 +367,7 @@ def fit_rows(
         most //= 4 if _cuda_arch(target) in FLOAT32_SPILLS else 2
     while rows > 16 and (
         (rows * wide > most and not (latent and _latent_warp_groups(target, dtype, rows, kv_dtype)))
-        or not _candidates(target, dtype, head_dim, head_dim_v, rows, aligned, Blocks.SHORT, kv_dtype, latent)
+        or not _candidates(target, dtype, head_dim, head_dim_v, rows, aligned, Blocks.SHORT, kv_dtype, latent, tree)
     ):
         rows //= 2
     return rows
@@ -376,6 +384,7 @@ def choose(
     blocks: Blocks = Blocks.SHORT,
     kv_dtype: torch.dtype | None = None,
     latent: bool = False,
+    tree: bool = False,
     beside: bool = False,
 ) -> Tiles:
     """Tiles for a geometry on a target.
@@ -389,6 +398,7 @@ def choose(
         blocks: What `prefer_blocks` says.
         kv_dtype: Of caches; None: that of queries.
         latent: Whether values are the first columns of keys, and loaded with them.
+        tree: Whether there is a tree mask.
         beside: Whether another kernel, of low tiles, should find room on the same multiprocessors.
 
     Raises:
@@ -397,9 +407,11 @@ def choose(
     if target.arch == "cpu":
         return Tiles(block_n=32, num_warps=4, num_stages=1, programs_per_sm=4, min_chunk=16)
     wide = max(_widths(head_dim, head_dim_v, latent))
-    fitting = _candidates(target, dtype, head_dim, head_dim_v, rows, aligned, blocks, kv_dtype, latent)
+    fitting = _candidates(target, dtype, head_dim, head_dim_v, rows, aligned, blocks, kv_dtype, latent, tree)
     if not fitting:
-        least = shared_bytes(target, dtype, head_dim, head_dim_v, rows, 16, 1, kv_dtype=kv_dtype, latent=latent)
+        least = shared_bytes(
+            target, dtype, head_dim, head_dim_v, rows, 16, 1, kv_dtype=kv_dtype, latent=latent, tree=tree
+        )
         raise ValueError(
             f"head_dim: expected widths whose tiles fit {target.shared_memory} bytes of shared memory on "
             f"{target.arch}, given head_dim {head_dim}, head_dim_v {head_dim_v} with {rows} rows of {dtype} "

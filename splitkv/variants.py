@@ -80,17 +80,33 @@ def choose_tiles(
     blocks: tile_sizes.Blocks,
     kv_dtype: torch.dtype,
     latent: bool,
+    tree: bool = False,
     beside: bool = False,
 ) -> tile_sizes.Tiles:
-    """Those of a caller's table, or else those of `splitkv.tiles`, whose `choose` says what the arguments are."""
+    """Those of a caller's table, or else those of `splitkv.tiles`, whose `choose` says what the arguments are.
+
+    Those of a table that only a tree mask leaves no room for are passed over: tables are measured without.
+
+    Raises:
+        ValueError: a table's tiles, or any, do not fit the shared memory of a program.
+    """
+    cache: dict[str, Any] = dict(kv_dtype=kv_dtype, latent=latent)
     if table is not None:
-        tiles = table.lookup(target.arch, dtype, head_dim, head_dim_v, rows, kv_dtype, latent)
+        tiles = table.lookup(target.arch, dtype, head_dim, head_dim_v, rows, **cache)
         if tiles is not None:
-            return tiles
+            sizes = target, dtype, head_dim, head_dim_v, rows, tiles.block_n, tiles.num_stages
+            needed = tile_sizes.shared_bytes(*sizes, **cache)
+            if needed > target.shared_memory:
+                raise ValueError(
+                    f"tiles: expected entries that fit {target.shared_memory} bytes of shared memory on {target.arch}, "
+                    f"given block_n {tiles.block_n} with num_stages {tiles.num_stages} for widths of {head_dim} and "
+                    f"{head_dim_v} and {rows} rows of {dtype} ({needed} bytes)"
+                )
+            if not tree or tile_sizes.shared_bytes(*sizes, **cache, tree=True) <= target.shared_memory:
+                return tiles
     return tile_sizes.choose(
-        target, dtype, head_dim, head_dim_v, rows, aligned=aligned, blocks=blocks, kv_dtype=kv_dtype, latent=latent,
-        beside=beside,
-    )  # fmt: skip
+        target, dtype, head_dim, head_dim_v, rows, aligned=aligned, blocks=blocks, **cache, tree=tree, beside=beside
+    )
 
 
 @dataclass(frozen=True)
@@ -164,8 +180,6 @@ class CallForm:
             if rows == TALL_ROWS // 2 and needed >= TALL_ROWS and not self.fixed:
                 rows = TALL_ROWS  # half as many reads of keys, which is what chunks are bound by
             rows = min(rows, max(16, next_power_of_2(needed)))
-        if self.has_tree:
-            rows = min(rows, 32)  # values come through registers then: `fit_rows` says why
         return tile_sizes.fit_rows(
             self.target,
             self.config.dtype,
@@ -175,6 +189,7 @@ class CallForm:
             aligned=kv_vector > 1,
             kv_dtype=self.kv_dtype,
             latent=self.latent,
+            tree=self.has_tree,
         )
 
     def q_tiles(self, batch: int, total_q: int, kv_vector: int) -> int:
@@ -206,7 +221,7 @@ class CallForm:
             blocks = tile_sizes.prefer_blocks(target, q_tiles * self.num_kv_heads, self.len_hint, latent=self.latent)
         tiles = choose_tiles(
             target, self.tiles, config.dtype, self.head_dim, self.head_dim_v, rows, kv_vector > 1, blocks,
-            self.kv_dtype, self.latent, self.beside,
+            self.kv_dtype, self.latent, self.has_tree, self.beside,
         )  # fmt: skip
         if self.fixed:
             schedule = FIXED_TOKENS if self.num_splits is None else FIXED_PARTS

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitkv.config import ALIGNMENT, MAX_HEAD_DIM, WorkspaceConfig, tile_bound
-from splitkv.tiles import Target, choose, fit_rows, shared_bytes
+from splitkv.tiles import Blocks, Target, Tiles, choose, fit_rows, shared_bytes
+from splitkv.tiles_io import TileKey, TileTable
+from splitkv.variants import choose_tiles
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -197,15 +199,35 @@ def test_bad_fields_are_named_with_expected_and_given(name, value, error, expect
     assert expected in message and message.endswith(f"given {shown}")
 
 
+@pytest.mark.parametrize("tree", [False, True], ids=["plain", "tree"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("limit", [232448, 166912], ids=["sm_90", "sm_80"])
-def test_every_geometry_has_tiles_that_fit(limit, dtype):
+def test_every_geometry_has_tiles_that_fit(limit, dtype, tree):
     target = Target("cuda:90", 132, limit, sm_shared_memory=limit + 1024)
     widths = (1, 16, 59, 128, 192, 256, 320, 512, 576)
     for head_dim, head_dim_v, most in itertools.product(widths, widths, (16, 32, 64, 128)):
-        rows = fit_rows(target, dtype, head_dim, head_dim_v, most)
-        tiles = choose(target, dtype, head_dim, head_dim_v, rows)
-        assert 16 <= rows <= most
-        assert shared_bytes(target, dtype, head_dim, head_dim_v, rows, tiles.block_n, tiles.num_stages) <= limit
+        rows = fit_rows(target, dtype, head_dim, head_dim_v, most, tree=tree)
+        tiles = choose(target, dtype, head_dim, head_dim_v, rows, tree=tree)
+        needed = shared_bytes(target, dtype, head_dim, head_dim_v, rows, tiles.block_n, tiles.num_stages, tree=tree)
+        assert 16 <= rows <= most and needed <= limit
         # Results on their way from the layout of products to that of stores are float32 in shared memory too.
         assert rows == 16 or 4 * rows * head_dim_v <= limit
+
+
+def test_tiles_of_a_table_that_do_not_fit_are_refused_or_passed_over_where_it_is_for_a_tree():
+    target, sizes = Target("cuda:90", 132, 232448, sm_shared_memory=233472), (torch.bfloat16, 128, 128, 16)
+    built_in = choose(target, *sizes, tree=True)
+
+    def chosen(block_n: int, tree: bool) -> Tiles:
+        table = TileTable({TileKey.of(target.arch, *sizes): dataclasses.replace(built_in, block_n=block_n)})
+        return choose_tiles(target, table, *sizes, True, Blocks.SHORT, torch.bfloat16, latent=False, tree=tree)
+
+    assert chosen(64, tree=True).block_n == 64
+    assert chosen(128, tree=False).block_n == 128
+    plain, tree = (shared_bytes(target, *sizes, 128, 4, tree=tree) for tree in (False, True))
+    assert plain < target.shared_memory < tree
+    built_in = dataclasses.replace(built_in, num_stages=4)
+    assert chosen(128, tree=False).num_stages == 4 and chosen(128, tree=True).num_stages == 3
+    for tree in (False, True):
+        with pytest.raises(ValueError, match=r"^tiles: expected entries that fit 232448 .* given block_n 512"):
+            chosen(512, tree)
