@@ -35,7 +35,7 @@ SHARED_TREE_SPILLED = 128
 """Likewise of a tree in a call over shared keys, under Triton 3.9."""
 WIDE_ON_RDNA_SPILLED = 1024
 """Registers on gfx11, whose 256 per lane hold no tile of wider rows than 128, nor of converted ones."""
-SHARED_SPILLED = 256
+SHARED_SPILLED = 320
 """Likewise of tall tiles over shared keys, which leave registers to the programs beside them, around the loop alone."""
 FEW_SPILLED = 16
 """Likewise in plain decode, there outside the loop over keys, and in the other kernels."""
