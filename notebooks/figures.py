@@ -65,6 +65,11 @@ def colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
+def marker(index: int) -> str:
+    """The marker of series `index`; they repeat."""
+    return MARKERS[index % len(MARKERS)]
+
+
 def ink_on(background: str) -> str:
     """Black or white, whichever reads better on a colour."""
     red, green, blue = (int(background[i : i + 2], 16) for i in (1, 3, 5))
