@@ -11,7 +11,7 @@ from torch import Tensor
 from splitkv import _interpreter, checks, operators
 from splitkv import tiles as tile_sizes
 from splitkv.api import _form_of, _vector
-from splitkv.config import DTYPES, cdiv, next_power_of_2
+from splitkv.config import DTYPES, QUANTIZED_DTYPES, cdiv, next_power_of_2
 from splitkv.kernels.append import append_kernel, move_kernel
 from splitkv.kernels.prepared import Launch, PreparedCalls, PreparedLaunches
 from splitkv.kv import CONTIGUOUS, RAGGED, KVView, check_view
@@ -167,7 +167,17 @@ def _run(names: tuple[str, ...], given: tuple[Tensor | None, ...], kv: KVView, p
         if call is None:
             call = PreparedLaunches([step], names, kv.device)
             _calls.remember(form, call)
-    call((*given, *_cache_tensors(kv)), lambda: _check_apart(kv, zip(ARGUMENTS[names], given, strict=True)))
+    call(
+        (*_as_taken(given, kv.dtype), *_cache_tensors(kv)),
+        lambda: _check_apart(kv, zip(ARGUMENTS[names], given, strict=True)),
+    )
+
+
+def _as_taken(given: tuple[Tensor | None, ...], dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """As the kernels take them: numbers that are quantised already are bytes to copy."""
+    if dtype not in QUANTIZED_DTYPES:
+        return given
+    return tuple(t.view(torch.uint8) if t is not None and t.dtype == dtype else t for t in given)
 
 
 def _cache_form(kv: KVView) -> tuple[Hashable, ...]:
@@ -368,6 +378,6 @@ def _run_parts(
             _calls.remember(form, call)
     k, v, _, _, _, _, _, _, k_scale, v_scale, _, _ = operators.operands(*view)
     call(
-        (*given, k, v, k_scale, v_scale),
+        (*_as_taken(given, view[0].dtype), k, v, k_scale, v_scale),
         lambda: _check_apart(operators.put_together(*view), zip(ARGUMENTS[names], given, strict=True)),
     )
