@@ -263,7 +263,8 @@ def shared_bytes(
         # Products of warp groups run on while the next block is copied, which takes a buffer more. Their weights stay
         # in registers, but where eight warps share them.
         weights = rows * block_n if rows * max(width, width_v) >= 64 * 256 else 0
-        return itemsize * (num_stages * block_n * columns + query + weights) + masks + 1024 + 128
+        barriers = 1024 if _cuda_arch(target) < 100 else 1152
+        return itemsize * (num_stages * block_n * columns + query + weights) + masks + barriers
     buffers = (num_stages - 1) * block_n * columns * (1 if quantized else itemsize)
     if num_stages == 1:
         # Without a pipeline values take the place of their keys, and on AMD both that of the query.
