@@ -57,7 +57,7 @@ test-gpu: setup
 OLDEST_TESTS := $(addprefix tests/,cases test_api.py test_append.py test_interpreter.py test_masks.py test_properties.py \
                 test_schedule.py test_step.py test_work_list.py \
                 test_compat.py::test_flash_attention_3_with_ragged_tokens \
-                test_compile.py::test_whatever_requests_share_is_found)
+                test_compile.py::test_whatever_requests_share_is_found test_fuzz.py::test_what_is_launched_compiles)
 
 test-oldest:
 	HYPOTHESIS_PROFILE=few $(MAKE) unit MODEL= VENV=$(OLDEST_VENV) TRITON="$(OLDEST_TRITON)" NUMPY="$(OLDEST_NUMPY)" \

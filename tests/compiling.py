@@ -26,10 +26,11 @@ if __name__ == "__main__":
 import torch
 
 import splitkv
-from splitkv import api, append, masks, step, work_list
+from splitkv import api, append, masks, step, tiles, work_list
 from splitkv.compat import flash_attention
 from splitkv.config import StepConfig
 from splitkv.kernels import prepared, read
+from splitkv.kernels.launch import compile_options
 from splitkv.tiles import Target
 
 KB = 1024
@@ -167,6 +168,7 @@ class Used:
         rows: Rows of its query tile.
         tiles: Tokens per block and stages.
         shared: Bytes of shared memory of a program.
+        estimate: As many as `splitkv.tiles` expects at most; 0: it does not say.
         registers: Per thread.
         stack, spills: Bytes of a thread's local memory, and those of them (AMD: registers) that spilling takes.
         spills_in_loop: Loads and stores of them within the loops that hold products (AMD: as spills).
@@ -182,6 +184,7 @@ class Used:
     rows: int
     tiles: tuple[int, int]
     shared: int
+    estimate: int
     registers: int
     stack: int
     spills: int
@@ -364,14 +367,8 @@ def _type_of(value: Any, annotation: str | None) -> str:
     return annotation
 
 
-def compile_launch(launch: api.Launch, gpu: Gpu, programs: int) -> Used:
-    """Compile a launch's kernel for a GPU without specialising on any argument: no integer is 1, no address aligned."""
-    import time
-
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def signature_of(launch: api.Launch) -> tuple[dict[str, str], dict[tuple[int], Any]]:
+    """Types by parameter, and constants by place: what a launch's kernel is compiled for."""
     signature, constants = {}, {}
     for parameter in launch.kernel.params:
         values = launch.constants if parameter.is_constexpr else launch.operands
@@ -381,14 +378,22 @@ def compile_launch(launch: api.Launch, gpu: Gpu, programs: int) -> Used:
             constants[(parameter.num,)] = value
         else:
             signature[parameter.name] = _type_of(value, parameter.annotation_type)
+    return signature, constants
+
+
+def compile_launch(launch: api.Launch, gpu: Gpu, programs: int) -> Used:
+    """Compile a launch's kernel for a GPU without specialising on any argument: no integer is 1, no address aligned."""
+    import time
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants = signature_of(launch)
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs={})
     family, arch = gpu.backend
     target = GPUTarget("hip", arch, gpu.lanes) if family == "hip" else GPUTarget("cuda", int(arch), 32)
-    options: dict[str, Any] = dict(num_warps=launch.num_warps, enable_fp_fusion=True)
-    if launch.max_registers:
-        options["maxnreg"] = launch.max_registers
-    if launch.dependent:
-        options["launch_pdl"] = True
+    options = compile_options(launch.num_warps, launch.dependent, launch.max_registers)
     start = time.perf_counter()
     compiled = triton.compile(source, target=target, options=options)
     seconds = time.perf_counter() - start
@@ -403,10 +408,23 @@ def compile_launch(launch: api.Launch, gpu: Gpu, programs: int) -> Used:
         rows=launch.constants.get("BLOCK_M", 0),
         tiles=(launch.constants.get("BLOCK_N", 0), launch.constants.get("NUM_STAGES", 0)),
         shared=compiled.metadata.shared,
+        estimate=estimate_of(launch, gpu),
         copies=len(re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*, (?:0x10|16)\b", assembly)),
         waits_for_others="griddepcontrol.wait" in assembly,
         **measured,
     )
+
+
+def estimate_of(launch: api.Launch, gpu: Gpu) -> int:
+    """The shared memory that attention is expected to take at most, by which its tiles were chosen; 0 of others."""
+    if launch.kernel is not api.split_decode_kernel:
+        return 0
+    given, constants = launch.operands, launch.constants
+    names = ("HEAD_DIM", "HEAD_DIM_V", "BLOCK_M", "BLOCK_N", "NUM_STAGES")
+    return tiles.shared_bytes(
+        gpu.target, given["q_ptr"].dtype, *(constants[name] for name in names), kv_dtype=given["k_ptr"].dtype,
+        latent=given["v_ptr"] is None, tree=given["tree_ptr"] is not None,
+    )  # fmt: skip
 
 
 def _nvidia_usage(cubin: bytes) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
     python tests/fuzz.py --problems 20000 --seed 0 --processes 16 --json fuzz.json
     python tests/fuzz.py --replay 1234
+    python tests/fuzz.py --compile-only --problems 256 --arch cuda:90
 
 A seed means one problem. What kernels are compiled for (dtypes, widths, kind of view, rules) is its form, and 256
 forms serve 65,536 seeds in a row: seed, seed + 256, seed + 512 … are values, lengths, tables, strides and garbage for
@@ -10,6 +11,9 @@ Triton's interpreter can take.
 
 Each answer is computed again in float64 on the CPU and held against the error budget; every problem has guards around
 its outputs and its workspace, which are full of NaN or garbage, and some are called again and looked at more closely.
+
+With --compile-only nothing is run: what the calls would launch on a GPU that need not be here is compiled for it, and
+must take no more shared memory than it has, and than was expected when tiles were chosen.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import dataclasses
 import json
 import math
 import multiprocessing
+import os
 import queue
 import random
 import sys
@@ -28,13 +33,18 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+if __name__ == "__main__" and "--compile-only" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "0"  # before anything imports triton
 
 import splitkv  # isort: skip # before anything imports triton: without a GPU it chooses the interpreter
 
 import torch
+from compiling import GPUS, Gpu, compile_launch, signature_of
 from torch import Tensor
 
-from splitkv import reference
+from splitkv import api, reference
 from splitkv.config import DTYPES, QUANTIZED_DTYPES
 from splitkv.testing import Expected, Guarded, PoisonedWorkspace, Problem, make_problem, same_bits, same_computation
 
@@ -234,6 +244,13 @@ class Call:
             out, lse = splitkv.decode_with_lse(q, self.kv, workspace, **self.rules)
         return out.to("cpu", copy=True), lse.to("cpu", copy=True)
 
+    def plan(self) -> api.Plan:
+        """What `run` would launch."""
+        rules = dict(self.rules)
+        if self.groups is not None:
+            rules |= dict(zip(("group_ids", "prefix_lens"), self.groups, strict=True))
+        return api.plan_decode(self.problem.q, self.kv, self.scratch.workspace, want_lse=True, **rules)
+
     def check_memory(self) -> None:
         """Raise AssertionError where anything but outputs and scratch was written."""
         self.scratch.check_guards()
@@ -301,6 +318,72 @@ def check(seed: int, device: torch.device, small: bool) -> tuple[float, float]:
     return ratios
 
 
+# Without a GPU.
+
+
+REFUSALS = ("q: ", "kv: ", "head_dim: ")
+"""How refusals begin for what a GPU lacks: numbers, or memory for wide rows."""
+
+
+def launches_of(seed: int, gpu: Gpu) -> list[api.Launch]:
+    """What the call of a seed's problem, and the update of its work list, would launch on a GPU.
+
+    Raises:
+        TypeError, ValueError: the call is refused.
+    """
+    with (
+        mock.patch.object(splitkv.tiles.Target, "of", lambda _: gpu.target),
+        mock.patch.object(splitkv._interpreter, "why_not", lambda _: None),
+        mock.patch.object(splitkv.Schedule, "update"),
+    ):
+        problem = problem_of(seed, "cpu", False)
+        call = Call(problem, Form.of(seed, False), "zero")
+        found = list(call.plan().launches)
+        if call.kv.schedule is not None:
+            found.append(call.kv.schedule._plan(call.kv, len(problem.lens)))
+    return found
+
+
+def compile_only(seeds: Sequence[int], arch: str, seconds: float = math.inf) -> Report:
+    """Compile what these seeds' problems would launch on a GPU, each kernel once.
+
+    Args:
+        seeds: Of problems of full size.
+        arch: A key of GPUS.
+        seconds: Time after which no more are begun.
+    """
+    report, start, seen, gpu = Report(), time.perf_counter(), set(), GPUS[arch]
+    for seed in seeds:
+        if time.perf_counter() - start > seconds:
+            break
+        ratios = None
+        try:
+            for launch in launches_of(seed, gpu):
+                form = f"{launch.kernel.__name__} {signature_of(launch)} {launch.num_warps} {launch.max_registers}"
+                if form not in seen:
+                    seen.add(form)
+                    check_launch(launch, gpu)
+            ratios = 0.0, 0.0
+        except Exception as error:
+            # Problems are such as a Hopper accepts; what another lacks is refused, and no failure.
+            refused = isinstance(error, (TypeError, ValueError)) and str(error).startswith(REFUSALS)
+            if not refused or arch == "cuda:90":
+                report.failures.append((seed, describe(seed, f" --compile-only --arch {arch}", error)))
+                print(report.failures[-1][1], file=sys.stderr, flush=True)
+        report.count(seed, False, ratios)
+    report.seconds = time.perf_counter() - start
+    report.unchecked = len(seeds) - report.problems
+    return report
+
+
+def check_launch(launch: api.Launch, gpu: Gpu) -> None:
+    """Raise AssertionError for a kernel that takes more shared memory than there is, or than tiles were chosen for."""
+    used = compile_launch(launch, gpu, 0)
+    room = min(gpu.target.shared_memory, used.estimate or gpu.target.shared_memory)
+    if used.shared > room:
+        raise AssertionError(f"{used.kernel}: expected at most {room} bytes of shared memory, given {used.shared}")
+
+
 # Many of them.
 
 
@@ -359,7 +442,7 @@ def run(seeds: Iterable[int], device: torch.device, small: bool) -> Report:
         try:
             ratios = check(seed, device, small)
         except Exception as error:
-            report.failures.append((seed, describe(seed, small, error)))
+            report.failures.append((seed, describe(seed, " --small" if small else "", error)))
             print(report.failures[-1][1], file=sys.stderr, flush=True)
         report.count(seed, small, ratios)
         if report.failures and not answers(device):
@@ -376,15 +459,16 @@ def answers(device: torch.device) -> bool:
         return False
 
 
-def describe(seed: int, small: bool, error: Exception) -> str:
-    """A failure with all that replays it."""
+def describe(seed: int, how: str, error: Exception) -> str:
+    """A failure with all that replays it, of which `how` are the options."""
+    small = "--small" in how
     try:
         problem = repr(problem_of(seed, "cpu", small))
     except Exception as fault:
         problem = f"the problem itself cannot be made: {fault!r}"
     more = Form.of(seed, small).more
     what = str(error) if isinstance(error, AssertionError) else "".join(traceback.format_exception(error)).rstrip()
-    return f"{what}\n  {problem}\n  {more}\n  python tests/fuzz.py --replay {seed}{' --small' if small else ''}"
+    return f"{what}\n  {problem}\n  {more}\n  python tests/fuzz.py --replay {seed}{how}"
 
 
 def work(tasks: Any, results: Any, current: Any, device_index: int | None, small: bool) -> None:
@@ -493,20 +577,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first one's seed")
     parser.add_argument("--processes", type=int, default=1, help="1: in this one")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no more after this time")
-    parser.add_argument("--small", action="store_true", default=not torch.cuda.is_available(), help="small sizes")
+    parser.add_argument("--small", action="store_true", help="small sizes, as always without a GPU")
     parser.add_argument("--json", type=Path, help="write what was found to this file")
     parser.add_argument("--replay", type=int, metavar="SEED", help="check this seed alone, and print its problem")
+    parser.add_argument("--compile-only", action="store_true", help="compile what would be launched, and run nothing")
+    parser.add_argument("--arch", choices=GPUS, help="the GPU that --compile-only is for (cuda:90)")
     options = parser.parse_args(arguments)
+    if options.compile_only and (options.small or options.processes > 1):
+        parser.error("--compile-only: expected neither --small nor --processes")
+    if options.arch and not options.compile_only:
+        parser.error("--arch: expected --compile-only too")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options.small = options.small or (device.type == "cpu" and not options.compile_only)
+    seeds: Sequence[int] = range(options.seed, options.seed + options.problems)
     if options.replay is not None:
         print(problem_of(options.replay, "cpu", options.small), Form.of(options.replay, options.small).more)
-        report = run([options.replay], device, options.small)
+        seeds = [options.replay]
+    if options.compile_only:
+        report = compile_only(seeds, options.arch or "cuda:90", options.seconds)
+    elif options.processes == 1 or options.replay is not None:
+        report = run(seeds, device, options.small)
     else:
-        seeds = range(options.seed, options.seed + options.problems)
-        if options.processes == 1:
-            report = run(seeds, device, options.small)
-        else:
-            report = run_everywhere(seeds, options.processes, options.small, options.seconds)
+        report = run_everywhere(seeds, options.processes, options.small, options.seconds)
     found = summary(report, options)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

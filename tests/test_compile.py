@@ -92,12 +92,8 @@ def faults(case: Case, used: Used) -> list[str]:
         found.append(f"dependent launch: {used.waits_for_others}")
     if used.kernel != "split_decode_kernel":
         return found + [f"{used.spills} spilled"] * (used.spills > FEW_SPILLED)
-    estimate = tiles.shared_bytes(
-        target, getattr(torch, case.dtype), case.head_dim, case.width_v, used.rows, *used.tiles,
-        kv_dtype=case.kv_dtype, latent=case.latent, tree="tree" in case.rules,
-    )  # fmt: skip
-    if used.shared > estimate:
-        found.append(f"{used.shared} bytes of shared memory, of which the estimate knows {estimate}")
+    if used.shared > used.estimate:
+        found.append(f"{used.shared} bytes of shared memory, of which the estimate knows {used.estimate}")
     shared = used.programs * (used.shared + gpu.reserved_shared)
     # A tree's words take more than the estimate knows: fewer programs run at a time then.
     if shared > target.sm_shared_memory and used.programs > 1 and "tree" not in case.rules:

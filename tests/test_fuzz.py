@@ -125,6 +125,34 @@ def test_a_planted_fault_is_found_and_its_seed_replays(fault, monkeypatch, capsy
     assert fuzz.main(replay) == 0
 
 
+def compile_only(*arguments, before=""):
+    """A run of the driver that compiles and runs nothing, in a process of its own, where nothing is interpreted."""
+    root = Path(__file__).parents[1]
+    path = os.pathsep.join(filter(None, [str(root), str(root / "tests"), os.environ.get("PYTHONPATH")]))
+    code = f"import sys, fuzz, compiling\n{before}\nsys.exit(fuzz.main({['--compile-only', *arguments]}))"
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [61, 65540])
+def test_what_is_launched_compiles(seed):
+    """Two forms of each pool, of which the GPU need not be there."""
+    done = compile_only("--problems", "2", "--seed", str(seed))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '"problems": 2, "unchecked": 0' in done.stdout
+
+
+def test_what_does_not_fit_is_found_without_a_gpu():
+    room = "fuzz.compile_launch = lambda launch, *_: used._replace(kernel=launch.kernel.__name__)"
+    used = "used = __import__('collections').namedtuple('Used', 'kernel shared estimate')('', 5000, 4999)"
+    done = compile_only("--replay", "7", before=f"{used}\n{room}")
+    assert done.returncode == 1
+    assert "expected at most 4999 bytes of shared memory, given 5000" in done.stderr
+    assert "--replay 7 --compile-only --arch cuda:90" in done.stderr
+
+
 def test_processes_share_the_seeds(tmp_path):
     file, root = tmp_path / "found.json", Path(__file__).parents[1]
     done = subprocess.run(
