@@ -259,12 +259,17 @@ def shared_bytes(
         # Words of the mask are copied ahead like keys, and values, once those that no row sees are zeroed, may take a
         # place of their own.
         masks = 4 * (num_stages - 1) * block_n * rows + itemsize * block_n * block_v
+    # Results change from the layout of products to that of stores, when no block is held any more but latent ones that
+    # were not copied ahead.
+    results = 0 if target.arch.startswith("hip:") else 4 * rows * block_v
+    if latent and num_stages == 1:
+        results += itemsize * block_n * columns
     if 90 <= _cuda_arch(target) < 120 and rows >= 64 and dtype.itemsize == 2 and num_stages > 1 and not quantized:
         # Products of warp groups run on while the next block is copied, which takes a buffer more. Their weights stay
         # in registers, but where eight warps share them.
         weights = rows * block_n if rows * max(width, width_v) >= 64 * 256 else 0
         barriers = 1024 if _cuda_arch(target) < 100 else 1152
-        return itemsize * (num_stages * block_n * columns + query + weights) + masks + barriers
+        return max(itemsize * (num_stages * block_n * columns + query + weights) + masks + barriers, results)
     buffers = (num_stages - 1) * block_n * columns * (1 if quantized else itemsize)
     if num_stages == 1:
         # Without a pipeline values take the place of their keys, and on AMD both that of the query.
@@ -273,9 +278,6 @@ def shared_bytes(
             buffers = max(buffers - itemsize * query, 0)
     if quantized:
         buffers += 2 * 4 * num_stages * block_n  # scales of tokens
-    results = 0 if target.arch.startswith("hip:") else 4 * rows * block_v
-    if latent and num_stages == 1:
-        results += itemsize * block_n * columns
     return max(buffers + itemsize * (query + rows * block_n) + masks + 4 * rows * 16, results)
 
 

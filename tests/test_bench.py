@@ -13,7 +13,7 @@ import torch
 
 import splitkv
 from splitkv.bench import cells, cli, peers, plot, problem, record, run, table, timing, tune
-from splitkv.bench.cells import FORMATS, GRID, RULES, Cell
+from splitkv.bench.cells import FORMATS, GRID, PREFIX, RULES, Cell
 from splitkv.bench.record import Figures, HostMeasured, Measured, Record, Timing
 from splitkv.kernels.read import read_all
 from splitkv.tiles import Target, Tiles, choose
@@ -55,7 +55,7 @@ def test_grid_reads_as_many_bytes_as_it_says(name: str, mib: int) -> None:
 
 def test_grid_has_fourteen_names() -> None:
     assert len({cell.name for cell in GRID}) == len(GRID) == 14
-    assert len(cells.NAMED) == len(GRID) + len(RULES) + len(FORMATS)
+    assert len(cells.NAMED) == len(GRID) + len(RULES) + len(FORMATS) + len(PREFIX)
     assert not cells.GROUPS.keys() & cells.NAMED.keys()
 
 

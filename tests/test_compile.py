@@ -315,6 +315,7 @@ def formats(arch: str) -> Iterator[Case]:
         yield from (Case(arch, half, rows=rows, rules=("gaps",) * gaps, **LATENT) for rows, gaps in ((64, 0), (32, 1)))
         yield Case(arch, half, few=True, **LATENT)
         yield Case(arch, half, 320, 256, layout="latent", page_size=1)
+        yield Case(arch, half, 24, rows=128, layout="latent")
         yield Case(arch, half, cache=E4M3, rules=("token_scales", "listed"), **LATENT)
     if arch == "hip:gfx942":
         yield from (Case(arch, half, cache=cache) for cache in ("float8_e4m3fnuz", "float8_e5m2fnuz"))
