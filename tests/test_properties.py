@@ -154,16 +154,17 @@ def test_any_extend_is_within_the_error_budget(problem, record_ratios):
 
 
 @pytest.mark.parametrize(
-    ("rows", "mask", "window_left"), [(64, "causal", None), (128, "causal", 50), (128, "full", 50), (64, "tree", None)]
+    ("rows", "mask", "window_left", "num_splits"),
+    [(64, "causal", None, None), (128, "causal", 50, 1), (128, "full", 50, 1), (64, "tree", None, None)],
 )
-def test_chunks_in_tall_tiles(rows, mask, window_left):
+def test_chunks_in_tall_tiles(rows, mask, window_left, num_splits):
     """With blocks that are seen whole, blocks at the edges of what is seen, and draft tokens over several blocks."""
     q_len = 150 if COMPILED else 20
     problem = make_problem(
         8, device=DEVICE, dtype=torch.bfloat16, cache=None, kind="paged", layout="NHD", kv_strides="contiguous",
         page_size=16, lens=(2000, 700, q_len) if COMPILED else (150, 70, q_len), query="several", q_len=q_len,
         num_kv_heads=1, group_size=4, head_dim=128 if COMPILED else 32, head_dim_v=None, mask=mask,
-        window_left=window_left, q_tile_rows=rows, num_splits=None, split_tokens=None, max_splits=None,
+        window_left=window_left, q_tile_rows=rows, num_splits=num_splits, split_tokens=None, max_splits=None,
     )  # fmt: skip
     result = attend(problem)
     problem.expected().check(result.out, result.lse, problem)
