@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import splitkv  # noqa: F401 - before anything imports triton: without a GPU it chooses the interpreter
@@ -109,13 +108,7 @@ def dense_greedy(model: Llama, prompt: list[int], count: int) -> list[int]:
     """The likeliest tokens, by PyTorch's attention over the whole sequence."""
     tokens = list(prompt)
     for _ in range(count):
-        ids = torch.tensor(tokens, device=model.device)
-        x, cos, sin = model.embedding[ids], model.cos[: len(tokens), None], model.sin[: len(tokens), None]
-        for weights in model.layers:
-            q, k, v = (t.transpose(0, 1)[None] for t in model.before(weights, x, cos, sin))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            x = model.after(weights, x, out[0].transpose(0, 1))
-        tokens.append(int(model.logits(x[-1:]).argmax()))
+        tokens.append(int(model.dense_logits(tokens).argmax()))
     return tokens[len(prompt) :]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from splitkv.integrations.engine import Engine, Request
@@ -48,21 +47,10 @@ def random_llama(device: torch.device, dtype: torch.dtype = torch.float32, layer
     return Llama(weights, HEADS, KV_HEADS, 1e-5, angles.cos().to(device), angles.sin().to(device))
 
 
-def dense_logits(model: Llama, tokens: Sequence[int]) -> Tensor:
-    """Logits of the next token, by PyTorch's attention over the whole sequence."""
-    ids = torch.tensor(tokens, device=model.device)
-    x, cos, sin = model.embedding[ids], model.cos[: len(tokens), None], model.sin[: len(tokens), None]
-    for weights in model.layers:
-        q, k, v = (t.transpose(0, 1)[None] for t in model.before(weights, x, cos, sin))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = model.after(weights, x, out[0].transpose(0, 1))
-    return model.logits(x[-1:])[0]
-
-
 def dense_answer(model: Llama, prompt: Sequence[int], count: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(int(dense_logits(model, tokens).argmax()))
+        tokens.append(int(model.dense_logits(tokens).argmax()))
     return tokens[len(prompt) :]
 
 
@@ -242,7 +230,7 @@ def test_graphs_give_what_the_model_gives(device: torch.device, compiled: bool) 
     # Each token is the likeliest, or as likely up to rounding, after those that the engine itself chose.
     for request in requests:
         for i, token in enumerate(request.generated):
-            logits = dense_logits(model, request.prompt + request.generated[:i])
+            logits = model.dense_logits(request.prompt + request.generated[:i])
             assert logits.max() - logits[token] <= 0.02 * logits.abs().max()
 
 

@@ -82,11 +82,6 @@ class Measured:
         """(variant, timing) of our fastest, or of one without a time where none has any."""
         return _best(self.ours)
 
-    def best_peer(self) -> tuple[str, Timing] | None:
-        """(name, timing) of the fastest peer that has a time."""
-        best = _best(self.peers)
-        return best if best is not None and best[1].us is not None else None
-
 
 def _best(table: dict[str, Timing]) -> tuple[str, Timing] | None:
     return min(table.items(), key=lambda item: math.inf if item[1].us is None else item[1].us, default=None)

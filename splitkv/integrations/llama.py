@@ -85,3 +85,13 @@ class Llama:
     def logits(self, x: Tensor) -> Tensor:
         """[tokens, vocabulary] float32."""
         return F.linear(F.rms_norm(x, x.shape[-1:], self.norm, self.eps), self.head).float()
+
+    def dense_logits(self, ids: Sequence[int]) -> Tensor:
+        """[vocabulary] float32, of the token after these, by PyTorch's attention over all of them: what is right."""
+        tokens = torch.tensor(ids, device=self.device)
+        x, cos, sin = self.embedding[tokens], self.cos[: len(ids), None], self.sin[: len(ids), None]
+        for weights in self.layers:
+            q, k, v = (t.transpose(0, 1)[None] for t in self.before(weights, x, cos, sin))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            x = self.after(weights, x, out[0].transpose(0, 1))
+        return self.logits(x[-1:])[0]
