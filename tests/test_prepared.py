@@ -144,9 +144,79 @@ print("ok")
 """
 
 
+# Another device than that of the tensors is current: what is compiled, loaded or launched must make theirs so first.
+ELSEWHERE = """
+import contextlib, torch, fake_gpu, splitkv
+from splitkv.kernels.launch import launch
+
+current, loaded, launched = [0], [], []
+
+@contextlib.contextmanager
+def made_current(device):
+    current.append(device.index)
+    yield
+    current.pop()
+
+class Driver(fake_gpu.Driver):
+    def get_current_device(self):
+        return current[-1]
+
+    def get_current_stream(self, device):
+        return 7 if device is None else 8  # None: the index of CPU tensors' device
+
+def load_binary(name, kernel, shared, device):
+    loaded.append(device)
+    return object(), name, 32, 0, 1024
+
+class Launcher(fake_gpu.Launcher):
+    def __call__(self, *given):
+        launched.append(current[-1])
+        super().__call__(*given)
+
+torch.cuda.device, Driver.utils.load_binary, Driver.launcher_cls = made_current, load_binary, Launcher
+fake_gpu.triton.runtime.driver.set_active(Driver())
+
+ints = lambda *shape: torch.zeros(*shape, dtype=torch.int32)
+k, v = torch.zeros(2, 4, 16, 2, 32)
+kv = splitkv.PagedKV(k, v, ints(2, 4), ints(2))
+q, slots, new = torch.zeros(2, 4, 32), ints(2), torch.zeros(2, 2, 32)
+outs, lses = torch.zeros(3, 2, 4, 32), torch.zeros(3, 2, 4)
+workspace = fake_gpu.workspace(splitkv.WorkspaceConfig(2, 4, 2, 32, dtype=torch.float32))
+calls = dict(
+    warmup=lambda: splitkv.warmup(q, kv, workspace, num_splits=1),
+    decode=lambda: splitkv.decode(q, kv, workspace, num_splits=1),
+    merge=lambda: splitkv.merge(outs, lses),
+    append=lambda: splitkv.append_kv(new, new, kv, slots),
+    allocate=lambda: globals().update(state=splitkv.StepState.allocate(splitkv.StepConfig(2), ints(2, 4), 16, "cpu")),
+    bind=lambda: state.bind([0], [3]),
+    advance=lambda: state.advance(),
+)
+for name, call in calls.items():
+    for _ in range(2):
+        loaded.clear(), launched.clear()
+        call()
+        assert set(loaded) <= {None} and set(launched) <= {None} and current == [0], (name, loaded, launched, current)
+        assert launched or name in ("warmup", "allocate"), name
+
+class Kernel:
+    def __getitem__(self, grid):
+        return lambda **options: launched.append(current[-1])
+
+launched.clear()
+launch(Kernel(), (2,), torch.device("cuda", 1), {}, {}, 4)
+assert launched == [1] and current == [0], (launched, current)
+print("ok")
+"""
+
+
 @pytest.mark.parametrize("script", [APPEND, MERGE, STEP], ids=["append and move", "merge", "step"])
 def test_launches_are_those_of_triton(script: str) -> None:
     assert run_script(script, TRITON_INTERPRET="0") == "ok"
+
+
+def test_launches_are_made_on_the_device_of_their_tensors() -> None:
+    """Case 34, without a second GPU: which device is current when kernels are compiled, loaded and launched."""
+    assert run_script(ELSEWHERE, TRITON_INTERPRET="0") == "ok"
 
 
 def test_integers_that_are_specialised_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
