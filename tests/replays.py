@@ -4,9 +4,10 @@
 
 The graph holds three layers (plain; window and sinks; a quantised cache), each an append and a decode, the work list
 and the step's advance. Between replays the host binds what has changed. The reference knows requests, pages and lengths
-from the host, gathers their tokens itself, and computes in float64 on the device, where errors are kept as shares of
-the error budget: the host waits for them now and then only. Pages that nobody holds are full of NaN. Without a GPU the
-step is called and not replayed, in small sizes.
+from the host, gathers their tokens itself, and computes in float64 on the device, in a second graph: some 300 small
+kernels, of which each would take the host longer than the GPU. Errors are kept there as shares of the error budget, and
+the host waits for them now and then only. Pages that nobody holds are full of NaN. Without a GPU the step is called and
+not replayed, in small sizes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import math
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +29,9 @@ import torch
 from torch import Tensor
 
 LOOK_EVERY = 500
-"""Replays after which the host looks at the errors so far."""
+"""Replays after which the host looks at the errors so far, and says how far it is."""
+
+LAYERS = 3
 
 
 @dataclass(frozen=True)
@@ -105,15 +109,24 @@ class Engine:
         )
         self.workspace = splitkv.Workspace.allocate(config, device)
         self.schedule = splitkv.Schedule.allocate(config, device)
+        # Of all layers together, so that a replay's are drawn and filled at once.
+        self.new = torch.zeros(LAYERS, 2, s.batch, s.num_kv_heads, s.head_dim, dtype=s.dtype, device=device)
+        self.q = torch.zeros(LAYERS, s.batch, s.num_q_heads, s.head_dim, dtype=s.dtype, device=device)
+        self.out = torch.zeros_like(self.q)
+        self.lse = torch.zeros(self.q.shape[:-1], device=device)
+        # Prompts of one form, whatever their lengths: calls of another form are checked and prepared anew.
+        self.prompt = torch.zeros(2, s.max_tokens, s.num_kv_heads, s.head_dim, dtype=s.dtype, device=device)
+        self.prompt_slots = torch.zeros(s.max_tokens, dtype=torch.int32, device=device)
         generator = torch.Generator().manual_seed(0)
         sinks = torch.randn(s.num_q_heads, generator=generator).to(device)
         window = max(2, s.max_tokens // 5)
-        self.layers = []
-        for rules, cache in (
+        kinds: list[tuple[dict[str, Any], torch.dtype]] = [
             ({}, s.dtype),
             (dict(window_left=window, sinks=sinks), s.dtype),
             (dict(softcap=20.0), torch.float8_e4m3fn),
-        ):
+        ]
+        self.layers = []
+        for (rules, cache), *tensors in zip(kinds, self.new, self.q, self.out, self.lse, strict=True):
             shape = (pages, s.page_size, s.num_kv_heads, s.head_dim)
             k, v = (torch.empty(shape, dtype=cache, device=device) for _ in range(2))
             scales = {}
@@ -123,27 +136,35 @@ class Engine:
                 k, v, self.table, self.step.seq_lens, rows=self.step.req_pool_indices,
                 schedule=None if rules else self.schedule, **scales,
             )  # fmt: skip
-            new = torch.zeros(2, s.batch, s.num_kv_heads, s.head_dim, dtype=s.dtype, device=device)
-            q = torch.zeros(s.batch, s.num_q_heads, s.head_dim, dtype=s.dtype, device=device)
-            self.layers.append(Layer(kv, rules, new, q, torch.zeros_like(q), torch.zeros(q.shape[:2], device=device)))
+            self.layers.append(Layer(kv, rules, *tensors))
         self.poison(range(pages))
 
     def poison(self, pages: Sequence[int]) -> None:
         """Fill pages with NaN."""
-        index = torch.tensor(list(pages), dtype=torch.int64, device=self.device)
+        index = sent(list(pages), torch.int64, self.device)
         for layer in self.layers:
             for tensor in (layer.kv.k, layer.kv.v, layer.kv.k_scale, layer.kv.v_scale):
                 if isinstance(tensor, Tensor):
                     as_bytes = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-                    as_bytes[index] = 0x7F if as_bytes.dtype == torch.uint8 else math.nan
+                    as_bytes.index_fill_(0, index, 0x7F if as_bytes.dtype == torch.uint8 else math.nan)
 
     def prefill(self, pages: Sequence[int], tokens: int, generator: torch.Generator) -> None:
         """Write random keys and values of a request's first tokens."""
+        if tokens == 0:
+            return
         size = self.sizes.page_size
-        slots = torch.tensor([pages[t // size] * size + t % size for t in range(tokens)], dtype=torch.int32)
+        slots = [pages[t // size] * size + t % size for t in range(tokens)]
+        slots += [-1] * (self.sizes.max_tokens - tokens)
+        self.prompt_slots.copy_(sent(slots, torch.int32, self.device))
         for layer in self.layers:
-            new = torch.randn(2, tokens, *layer.new.shape[2:], generator=generator, device=self.device).to(layer.new)
-            splitkv.append_kv(*new, layer.kv, slots.to(self.device))
+            splitkv.append_kv(*self.prompt.normal_(generator=generator), layer.kv, self.prompt_slots)
+
+    def draw(self, generator: torch.Generator) -> None:
+        """New keys, values and queries; NaN where results and partials are to be written."""
+        self.new.normal_(generator=generator)
+        self.q.normal_(std=2.0, generator=generator)
+        for tensor in (self.out, self.lse, self.workspace.partial_out, self.workspace.partial_lse):
+            tensor.fill_(math.nan)
 
     def forward(self) -> None:
         """All layers, and the next step's state."""
@@ -156,17 +177,62 @@ class Engine:
             )
         self.step.advance()
 
-    def captured(self) -> Callable[[], None]:
-        """The step as a graph's replay; without a GPU itself."""
-        if self.device.type != "cuda":
-            return self.forward
-        self.step.bind([], [], pad_to=self.sizes.batch)
-        self.forward()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.forward()
-        return graph.replay
+
+def captured(call: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """A call as the replay of its graph, for which it is made once; without a GPU itself."""
+    if device.type != "cuda":
+        return call
+    call()  # compiles, and makes what a capture may not
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def sent(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """These numbers on the device, for which the host does not wait."""
+    # The allocator of pinned memory gives it to no other before the copy has run.
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+class Check:
+    """Looks at all layers of a step, each time for the next row of `shares`.
+
+    Attributes:
+        shares: [replays, layers, 2], see `errors`; NaN where nothing was looked at yet.
+    """
+
+    def __init__(self, engine: Engine, replays: int) -> None:
+        self.engine = engine
+        sizes, device = engine.sizes, engine.device
+        self._table = torch.zeros(sizes.batch, sizes.max_pages, dtype=torch.int64, device=device)
+        self._lens = torch.zeros(sizes.batch, dtype=torch.int64, device=device)
+        self._number = torch.zeros(1, dtype=torch.int64, device=device)
+        self.shares = torch.full((replays, LAYERS, 2), math.nan, dtype=torch.float64, device=device)
+        self._look = captured(self._forward, device)
+        self.shares.fill_(math.nan)
+        self._number.zero_()
+
+    def bind(self, pages: Sequence[Sequence[int]], lens: Sequence[int]) -> None:
+        """The requests of the next step: their pages, and their lengths with the token that it computes."""
+        sizes, device = self.engine.sizes, self.engine.device
+        spare = sizes.batch - len(lens)
+        padded = [[*of_one, *[0] * (sizes.max_pages - len(of_one))] for of_one in pages]
+        self._table.copy_(sent(padded + [[0] * sizes.max_pages] * spare, torch.int64, device))
+        self._lens.copy_(sent([*lens, *[0] * spare], torch.int64, device))
+
+    def __call__(self) -> None:
+        """Look at a step that was just made; the next one's requests are one token longer."""
+        self._look()
+
+    def _forward(self) -> None:
+        # Nothing here may wait for the device or copy from the host: it is captured.
+        scale = self.engine.sizes.head_dim**-0.5
+        shares = [errors(layer, self._table, self._lens, scale) for layer in self.engine.layers]
+        self.shares[self._number] = torch.stack(shares)
+        self._number += 1
+        self._lens += self._lens > 0
 
 
 def errors(layer: Layer, table: Tensor, lens: Tensor, sm_scale: float) -> Tensor:
@@ -224,42 +290,49 @@ def errors(layer: Layer, table: Tensor, lens: Tensor, sm_scale: float) -> Tensor
     wrong = (empty[..., None] & (layer.out != 0)).any() | (empty & (layer.lse != -math.inf)).any()
     lse_error = (layer.lse.double() - lse).masked_fill(empty, 0.0).abs().max() / 1e-2
     found = torch.stack([torch.maximum(by_norm, by_element), lse_error])
-    return torch.where(wrong | ~found.isfinite(), math.inf, found)
+    return found.masked_fill(wrong | ~found.isfinite(), math.inf)
 
 
 def run(
-    device: torch.device, replays: int, seed: int, sizes: Sizes, spoil: Callable[[Engine, int], None] | None = None
+    device: torch.device,
+    replays: int,
+    seed: int,
+    sizes: Sizes,
+    spoil: Callable[[Engine, int], None] | None = None,
+    seconds: float = math.inf,
 ) -> Found:
-    """Replay the step so often, look at each, and stop at the first look that shows a failure.
+    """Replay the step so often, check each, and stop at the first look that shows a failure.
 
     Args:
         spoil: Called before each replay, for tests of this very check.
+        seconds: Time after which the next look is the last one.
     """
     engine = Engine(device, sizes)
-    replay = engine.captured()
+    engine.step.bind([], [], pad_to=sizes.batch)
+    replay, check = captured(engine.forward, device), Check(engine, replays)
     draw = random.Random(f"{seed} requests")
     generator = torch.Generator(device).manual_seed(seed)
     pool = splitkv.PagePool(sizes.batch * sizes.max_pages, sizes.page_size, sizes.batch, sizes.max_pages)
     found = Found()
-    shares = torch.zeros(replays, len(engine.layers), 2, dtype=torch.float64, device=device)
     lens: dict[int, int] = {}  # of each request in the step's order, the token to be computed included
     reserved: dict[int, int] = {}
     names = iter(range(10**9))
-    table = lens_there = torch.zeros(0)
     bound = False
     looked = 0
     start = time.perf_counter()
     for number in range(replays):
         # Who leaves, who joins, and who needs a page; now and then all leave at once.
         everyone = draw.random() < 0.002
+        left: list[int] = []
         for name in list(lens):
             if everyone or lens[name] > sizes.max_tokens or draw.random() < 0.05:
-                pages = pool.pages(name)
+                left += pool.pages(name)
                 pool.release(name)
-                engine.poison(pages)
                 del lens[name], reserved[name]
                 found.left += 1
                 bound = False
+        if left:
+            engine.poison(left)
         while not everyone and len(lens) < sizes.batch and draw.random() < 0.4:
             name = next(names)
             tokens = draw.choice((1, draw.randint(1, sizes.max_tokens), draw.randint(1, sizes.max_tokens)))
@@ -282,39 +355,36 @@ def run(
                 pool.extend(name, lens[name], reserve=reserved[name] - lens[name])
             rows, bound_lens, updates = pool.binding(order)
             engine.step.bind(rows, bound_lens, tokens=[0] * len(rows), page_updates=updates, pad_to=sizes.batch)
-            padded = torch.zeros(sizes.batch, sizes.max_pages, dtype=torch.int64)
-            for b, name in enumerate(order):
-                padded[b, : len(pool.pages(name))] = torch.tensor(pool.pages(name))
-            table = padded.to(device)
-            lens_there = torch.tensor([*lens.values(), *[0] * (sizes.batch - len(lens))], device=device)
+            check.bind([pool.pages(name) for name in order], [*lens.values()])
             found.binds += 1
             bound = True
-        for layer in engine.layers:
-            layer.new.normal_(generator=generator)
-            layer.q.normal_(generator=generator).mul_(2.0)
-            layer.out.fill_(math.nan)
-            layer.lse.fill_(math.nan)
-        engine.workspace.partial_out.fill_(math.nan)
-        engine.workspace.partial_lse.fill_(math.nan)
+        engine.draw(generator)
         if spoil is not None:
             spoil(engine, number)
         replay()
-        for index, layer in enumerate(engine.layers):
-            shares[number, index] = errors(layer, table, lens_there, sizes.head_dim**-0.5)
+        check()
         found.lengths |= set(lens.values())
         lens = {name: tokens + 1 for name, tokens in lens.items()}
-        lens_there = lens_there + (lens_there > 0)
         found.replays = number + 1
         if found.replays % LOOK_EVERY == 0 or found.replays == replays:
-            over = ~(shares[looked : found.replays] <= 1)
+            shares = check.shares[looked : found.replays].cpu()
+            found.seconds = time.perf_counter() - start
+            print(
+                f"{found.replays} of {replays} replays in {found.seconds:.1f} s, {found.joined} requests joined, "
+                f"largest error over the budget {float(shares.max()):.3f}",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+            over = ~(shares <= 1)
             if bool(over.any()):
                 found.failures = [
-                    (looked + n, layer, float(shares[looked + n, layer].max()))
+                    (looked + n, layer, float(shares[n, layer].max()))
                     for n, layer in over.any(dim=-1).nonzero().tolist()
                 ]
                 break
             looked = found.replays
-    found.worst = shares[: found.replays].amax(dim=0).tolist()
+            if found.seconds > seconds:
+                break
+    found.worst = check.shares[: found.replays].amax(dim=0).tolist()
     found.seconds = time.perf_counter() - start
     return found
 
@@ -323,12 +393,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Replay a graph of a step while requests join and leave.")
     parser.add_argument("--replays", type=int, default=10000, help="how many")
     parser.add_argument("--seed", type=int, default=0, help="of requests, lengths and values: the same run again")
+    parser.add_argument("--seconds", type=float, default=math.inf, help=f"end at the next {LOOK_EVERY} after this time")
     parser.add_argument("--json", type=Path, help="write what was found to this file")
     options = parser.parse_args(arguments)
+    if options.replays < 1:
+        parser.error(f"--replays: expected at least 1, given {options.replays}")
     gpu = torch.cuda.is_available()
-    found = run(torch.device("cuda" if gpu else "cpu"), options.replays, options.seed, Sizes() if gpu else SMALL)
+    sizes, device = Sizes() if gpu else SMALL, torch.device("cuda" if gpu else "cpu")
+    found = run(device, options.replays, options.seed, sizes, seconds=options.seconds)
     told = dict(
-        replays=found.replays, joined=found.joined, left=found.left, binds=found.binds, lengths=len(found.lengths),
+        replays=found.replays, replays_per_second=round(found.replays / found.seconds, 1), joined=found.joined,
+        left=found.left, binds=found.binds, lengths=len(found.lengths),
         shortest=min(found.lengths, default=0), longest=max(found.lengths, default=0),
         worst_error_over_budget=[[round(x, 3) for x in pair] for pair in found.worst],
         failures=found.failures[:20], seconds=round(found.seconds, 2), seed=options.seed,
@@ -338,7 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.write_text(text + "\n", encoding="utf-8")
     print(text)
-    return 1 if found.failures or found.replays < options.replays else 0
+    return 1 if found.failures or (found.replays < options.replays and options.seconds == math.inf) else 0
 
 
 if __name__ == "__main__":

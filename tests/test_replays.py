@@ -1,5 +1,7 @@
 """A whole step again and again while requests join, grow and leave: 10,000 replays of its graph on a GPU."""
 
+import json
+
 import pytest
 import replays
 import torch
@@ -44,3 +46,11 @@ def test_a_planted_fault_is_found_at_its_replay(fault):
         DEVICE, count, 5, SIZES, spoil=lambda engine, number: fault(engine) if number == count - 1 else None
     )
     assert found.failures and {number for number, _, _ in found.failures} == {count - 1}
+
+
+def test_a_run_says_how_far_it_is_and_ends_in_time(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "found.json"
+    monkeypatch.setattr(replays, "LOOK_EVERY", 2)
+    assert replays.main(["--replays", "5", "--seconds", "0", "--json", str(file)]) == 0
+    assert capsys.readouterr().err.startswith("2 of 5 replays in ")
+    assert json.loads(file.read_text())["replays"] == 2
