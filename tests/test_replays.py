@@ -6,6 +6,7 @@ import pytest
 import replays
 import torch
 from conftest import COMPILED
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = torch.device("cuda" if COMPILED else "cpu")
 SIZES = replays.Sizes() if COMPILED else replays.SMALL
@@ -54,3 +55,23 @@ def test_a_run_says_how_far_it_is_and_ends_in_time(tmp_path, monkeypatch, capsys
     assert replays.main(["--replays", "5", "--seconds", "0", "--json", str(file)]) == 0
     assert capsys.readouterr().err.startswith("2 of 5 replays in ")
     assert json.loads(file.read_text())["replays"] == 2
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_look_can_be_captured():
+    """It reads no value on the host, and takes no number from there that would have to be copied."""
+    check = replays.Check(replays.Engine(DEVICE, SIZES), 1)
+    with Operators() as operators:
+        check._forward()
+    assert "aten::bmm" in operators.seen
+    waits = {f"aten::{name}" for name in ("_local_scalar_dense", "nonzero", "equal", "lift_fresh", "scalar_tensor")}
+    assert not operators.seen & waits
