@@ -12,6 +12,9 @@ Triton's interpreter can take.
 Each answer is computed again in float64 on the CPU and held against the error budget; every problem has guards around
 its outputs and its workspace, which are full of NaN or garbage, and some are called again and looked at more closely.
 
+A long run says every few seconds how far it is and writes what it found so far to the --json file, so that one that is
+cut short leaves its counts.
+
 With --compile-only nothing is run: what the calls would launch on a GPU that need not be here is compiled for it, and
 must take no more shared memory than it has, and than was expected when tiles were chosen.
 """
@@ -19,6 +22,7 @@ must take no more shared memory than it has, and than was expected when tiles we
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -30,7 +34,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,6 +45,7 @@ if __name__ == "__main__" and "--compile-only" in sys.argv:
 import splitkv  # isort: skip # before anything imports triton: without a GPU it chooses the interpreter
 
 import torch
+import triton
 from compiling import GPUS, Gpu, compile_launch, signature_of
 from torch import Tensor
 
@@ -96,6 +101,9 @@ are attended together, where that can be; and where the outputs go."""
 ALIGNED_STRIDES = ("contiguous", "padded", "transposed")
 ELEMENTS = 1 << 21
 """Most numbers of a cache, so that drawing them does not take longer than all else."""
+
+TELL_EVERY = 10.0
+"""Seconds after which a run says again how far it is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,35 +352,35 @@ def launches_of(seed: int, gpu: Gpu) -> list[api.Launch]:
     return found
 
 
-def compile_only(seeds: Sequence[int], arch: str, seconds: float = math.inf) -> Report:
+def compile_only(
+    seeds: Sequence[int], arch: str, seconds: float = math.inf, tell: Callable[[Report], None] | None = None
+) -> Report:
     """Compile what these seeds' problems would launch on a GPU, each kernel once.
 
     Args:
         seeds: Of problems of full size.
         arch: A key of GPUS.
         seconds: Time after which no more are begun.
+        tell: Called now and then with what was found so far.
     """
-    report, start, seen, gpu = Report(), time.perf_counter(), set(), GPUS[arch]
-    for seed in seeds:
-        if time.perf_counter() - start > seconds:
-            break
-        ratios = None
-        try:
-            for launch in launches_of(seed, gpu):
-                form = f"{launch.kernel.__name__} {signature_of(launch)} {launch.num_warps} {launch.max_registers}"
-                if form not in seen:
-                    seen.add(form)
-                    check_launch(launch, gpu)
-            ratios = 0.0, 0.0
-        except Exception as error:
-            # Problems are such as a Hopper accepts; what another lacks is refused, and no failure.
-            refused = isinstance(error, (TypeError, ValueError)) and str(error).startswith(REFUSALS)
-            if not refused or arch == "cuda:90":
-                report.failures.append((seed, describe(seed, f" --compile-only --arch {arch}", error)))
-                print(report.failures[-1][1], file=sys.stderr, flush=True)
-        report.count(seed, False, ratios)
-    report.seconds = time.perf_counter() - start
-    report.unchecked = len(seeds) - report.problems
+    report, seen, gpu = Report(), set(), GPUS[arch]
+    with report.watching_compiler():
+        for seed in report.in_time(seeds, seconds, tell):
+            ratios = None
+            try:
+                for launch in launches_of(seed, gpu):
+                    form = f"{launch.kernel.__name__} {signature_of(launch)} {launch.num_warps} {launch.max_registers}"
+                    if form not in seen:
+                        seen.add(form)
+                        check_launch(launch, gpu)
+                ratios = 0.0, 0.0
+            except Exception as error:
+                # Problems are such as a Hopper accepts; what another lacks is refused, and no failure.
+                refused = isinstance(error, (TypeError, ValueError)) and str(error).startswith(REFUSALS)
+                if not refused or arch == "cuda:90":
+                    report.failures.append((seed, describe(seed, f" --compile-only --arch {arch}", error)))
+                    print(report.failures[-1][1], file=sys.stderr, flush=True)
+            report.count(seed, False, ratios)
     return report
 
 
@@ -398,6 +406,8 @@ class Report:
         worst: By dtype and cache dtype, the largest errors of out and lse as shares of the error budget.
         kinds: Problems by kind of view, dtype, cache dtype, query and rules.
         unchecked: Seeds that were to be checked and were not, since time was up or a process had died.
+        compiled: Kernels that were compiled, and not found in Triton's cache; in all processes together.
+        compile_seconds: That it took, likewise.
     """
 
     problems: int = 0
@@ -406,6 +416,40 @@ class Report:
     worst: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     kinds: Counter[str] = dataclasses.field(default_factory=Counter)
     unchecked: int = 0
+    compiled: int = 0
+    compile_seconds: float = 0.0
+
+    def in_time(
+        self, seeds: Sequence[int], seconds: float, tell: Callable[[Report], None] | None = None
+    ) -> Iterator[int]:
+        """These seeds until time is up; keeps the time, and calls `tell` every TELL_EVERY seconds."""
+        start = told = time.perf_counter()
+        for seed in seeds:
+            now = time.perf_counter()
+            self.seconds, self.unchecked = now - start, len(seeds) - self.problems
+            if self.seconds > seconds:
+                return
+            if tell is not None and now - told > TELL_EVERY:
+                told = now
+                tell(self)
+            yield seed
+        self.seconds, self.unchecked = time.perf_counter() - start, len(seeds) - self.problems
+
+    @contextlib.contextmanager
+    def watching_compiler(self) -> Iterator[None]:
+        """Counts what Triton compiles meanwhile."""
+
+        def listener(*, times: Any, cache_hit: bool, **_: Any) -> None:
+            if not cache_hit:
+                self.compiled += 1
+                self.compile_seconds += times.total / 1e6
+
+        knobs = triton.knobs.compilation
+        before, knobs.listener = knobs.listener, listener
+        try:
+            yield
+        finally:
+            knobs.listener = before
 
     def count(self, seed: int, small: bool, ratios: tuple[float, float] | None) -> None:
         """Add a problem with its errors, or None where it failed."""
@@ -426,28 +470,38 @@ class Report:
         self.problems += other.problems
         self.failures += other.failures
         self.kinds += other.kinds
+        self.compiled += other.compiled
+        self.compile_seconds += other.compile_seconds
         for name, ratios in other.worst.items():
             self.worst[name] = [*map(max, self.worst.get(name, [0.0, 0.0]), ratios)]
 
 
-def run(seeds: Iterable[int], device: torch.device, small: bool) -> Report:
-    """Check these seeds here, one after another; stops where the device no longer answers."""
+def run(
+    seeds: Sequence[int],
+    device: torch.device,
+    small: bool,
+    seconds: float = math.inf,
+    tell: Callable[[Report], None] | None = None,
+) -> Report:
+    """Check these seeds here, one after another; stops where the device no longer answers.
+
+    Args:
+        seconds: Time after which no more are begun.
+        tell: Called now and then with what was found so far.
+    """
     report = Report()
-    start = shown = time.perf_counter()
-    for seed in seeds:
-        if time.perf_counter() - shown > 20:
-            shown = time.perf_counter()
-            print(f"{report.problems} problems, {len(report.failures)} failures", file=sys.stderr, flush=True)
-        ratios = None
-        try:
-            ratios = check(seed, device, small)
-        except Exception as error:
-            report.failures.append((seed, describe(seed, " --small" if small else "", error)))
-            print(report.failures[-1][1], file=sys.stderr, flush=True)
-        report.count(seed, small, ratios)
-        if report.failures and not answers(device):
-            break
-    report.seconds = time.perf_counter() - start
+    with report.watching_compiler():
+        for seed in report.in_time(seeds, seconds, tell):
+            ratios = None
+            try:
+                ratios = check(seed, device, small)
+            except Exception as error:
+                report.failures.append((seed, describe(seed, " --small" if small else "", error)))
+                print(report.failures[-1][1], file=sys.stderr, flush=True)
+            report.count(seed, small, ratios)
+            if report.failures and not answers(device):
+                report.unchecked = len(seeds) - report.problems
+                break
     return report
 
 
@@ -488,15 +542,24 @@ def work(tasks: Any, results: Any, current: Any, device_index: int | None, small
                 return
 
 
-def run_everywhere(seeds: Sequence[int], processes: int, small: bool, seconds: float, patience: float = 300) -> Report:
+def run_everywhere(
+    seeds: Sequence[int],
+    processes: int,
+    small: bool,
+    seconds: float,
+    patience: float = 300,
+    tell: Callable[[Report], None] | None = None,
+) -> Report:
     """Check these seeds in so many processes, those of a form in one of them, over all GPUs.
 
     Args:
-        seconds: Time after which no more are begun.
+        seconds: Time after which the processes are ended.
         patience: Seconds after which a process that says nothing is ended, and its seed counts as failed.
+        tell: Called now and then with what was found so far.
     """
     context = multiprocessing.get_context("spawn")
     tasks, results = context.Queue(), context.Queue()
+    tasks.cancel_join_thread()  # what is left of them when time is up is read by nobody
     by_form: dict[tuple[int, int], list[int]] = {}
     for seed in seeds:
         by_form.setdefault((seed // BLOCK, seed % FORMS), []).append(seed)
@@ -516,7 +579,12 @@ def run_everywhere(seeds: Sequence[int], processes: int, small: bool, seconds: f
 
     for index in range(min(processes, len(by_form))):
         add_worker(index)
-    heard, shown = time.perf_counter(), start
+    heard = told = time.perf_counter()
+
+    def update() -> None:
+        report.seconds = time.perf_counter() - start
+        report.unchecked = len(seeds) - report.problems
+
     while report.problems < len(seeds) and time.perf_counter() < deadline:
         try:
             found = results.get(timeout=1)
@@ -537,22 +605,23 @@ def run_everywhere(seeds: Sequence[int], processes: int, small: bool, seconds: f
             continue
         heard = time.perf_counter()
         report.add(found)
-        if heard - shown > 20:
-            shown = heard
-            print(f"{report.problems} problems, {len(report.failures)} failures", file=sys.stderr, flush=True)
+        if tell is not None and heard - told > TELL_EVERY:
+            told = heard
+            update()
+            tell(report)
     for process, _ in workers:
         process.terminate()
     for process, _ in workers:
-        process.join()
-    report.seconds = time.perf_counter() - start
-    report.unchecked = len(seeds) - report.problems
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    update()
     return report
 
 
 def summary(report: Report, options: argparse.Namespace) -> dict[str, Any]:
     """A report as JSON."""
-    import triton
-
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return dict(
         problems=report.problems,
@@ -560,6 +629,8 @@ def summary(report: Report, options: argparse.Namespace) -> dict[str, Any]:
         failures=[dict(seed=seed, text=text) for seed, text in report.failures],
         seconds=round(report.seconds, 1),
         problems_per_second=round(report.problems / max(report.seconds, 1e-9), 1),
+        compiled=report.compiled,
+        compile_seconds=round(report.compile_seconds, 1),
         seed=options.seed,
         processes=options.processes,
         small=options.small,
@@ -593,16 +664,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.replay is not None:
         print(problem_of(options.replay, "cpu", options.small), Form.of(options.replay, options.small).more)
         seeds = [options.replay]
+
+    def write(report: Report) -> dict[str, Any]:
+        found = summary(report, options)
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        return found
+
+    def tell(report: Report) -> None:
+        write(report)
+        print(
+            f"{report.problems} of {len(seeds)} problems in {report.seconds:.0f} s, {len(report.failures)} failures",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
     if options.compile_only:
-        report = compile_only(seeds, options.arch or "cuda:90", options.seconds)
+        report = compile_only(seeds, options.arch or "cuda:90", options.seconds, tell)
     elif options.processes == 1 or options.replay is not None:
-        report = run(seeds, device, options.small)
+        report = run(seeds, device, options.small, options.seconds, tell)
     else:
-        report = run_everywhere(seeds, options.processes, options.small, options.seconds)
-    found = summary(report, options)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    shown = ("problems", "unchecked", "seconds", "problems_per_second", "worst_error_over_budget")
+        report = run_everywhere(seeds, options.processes, options.small, options.seconds, tell=tell)
+    found = write(report)
+    shown = ("problems", "unchecked", "seconds", "problems_per_second", "compile_seconds", "worst_error_over_budget")
     print(json.dumps({name: found[name] for name in shown}), f"failures: {len(report.failures)}")
     return 1 if report.failures or (report.unchecked and options.seconds == math.inf) else 0
 

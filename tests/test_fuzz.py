@@ -167,6 +167,25 @@ def test_processes_share_the_seeds(tmp_path):
     assert sum(n for kind, n in found["kinds"].items() if kind.startswith("query ")) == 6
 
 
+def test_a_run_that_is_cut_short_leaves_its_counts(tmp_path, monkeypatch, capsys):
+    def check(seed, *_):
+        if seed == 32:
+            raise KeyboardInterrupt
+        return 0.5, 0.25
+
+    file = tmp_path / "found.json"
+    monkeypatch.setattr(fuzz, "TELL_EVERY", 0)
+    monkeypatch.setattr(fuzz, "check", check)
+    with pytest.raises(KeyboardInterrupt):
+        fuzz.main(["--problems", "6", "--seed", "30", "--json", str(file)])
+    found = json.loads(file.read_text())
+    assert found["problems"] == 2 and found["unchecked"] == 4
+    assert "2 of 6 problems in " in capsys.readouterr().err
+    assert fuzz.main(["--problems", "6", "--seed", "30", "--seconds", "0", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert found["problems"] == 0 and found["unchecked"] == 6
+
+
 def test_a_process_that_dies_is_a_failure(monkeypatch):
     """What ends a process, as a read of memory that is not mapped does, is told with the seed at which it ended."""
     report = fuzz.run_everywhere(range(0), 1, SMALL, math.inf)
