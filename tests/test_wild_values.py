@@ -5,6 +5,7 @@ SECURITY.md says which are clamped and which are the caller's duty: page ids and
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,8 @@ from torch import Tensor
 
 import splitkv
 from splitkv import masks
+from splitkv.api import plan_decode
+from splitkv.kernels.merge import merge_splits_kernel
 from splitkv.kv import KVView
 from splitkv.testing import Guarded, PoisonedWorkspace
 
@@ -137,6 +140,34 @@ def test_prefix_sums_that_fall_claim_no_more_partials_than_there_are(
     assert not out.tensor.isnan().any() and not lse.tensor.isnan().any()
     for guarded in (scratch, out, lse):
         guarded.check_guards()
+
+
+@interpreted
+@pytest.mark.parametrize("claimed", [2**31 - 512, 2**31], ids=["to the end of 32 bits", "past 32 bits"])
+def test_prefix_sums_that_claim_more_than_32_bits_count_have_no_partials(
+    device: torch.device, checked_memory: CheckedMemory, claimed: int
+) -> None:
+    # Every other request claims tokens 0 to count - 1, each a tile of `parts` parts, and those between claim none. As
+    # many of either kind end at or before token 0, which is taken for the last claim's: its parts begin at `claimed`.
+    tokens, parts, claims = 1024, 512, 4096
+    assert tokens * parts * claims == 2**31
+    counts = [claimed // parts - tokens * (claims - 1), *[tokens] * claims]
+    indptr = ints([*(edge for count in counts for edge in (0, count)), *[0] * claims], device)
+    batch = len(indptr) - 1
+    k, v = torch.zeros(2, 1, 1, 1, 16, device=device).expand(2, batch, TOKENS, 1, 16)
+    kv = splitkv.ContiguousKV(k, v[..., :1], ints([TOKENS] * batch, device))
+    config = splitkv.WorkspaceConfig(
+        batch, 16, 1, 16, head_dim_v=1, max_total_q=tokens, q_tile_rows=16, max_splits=tokens * parts,
+        dtype=torch.float32,
+    )  # fmt: skip
+    workspace = splitkv.Workspace.allocate(config, device)
+    q = torch.zeros(1, 1, 16, device=device).expand(tokens, 16, 16)
+    merge = plan_decode(q, kv, workspace, qo_indptr=indptr, num_splits=parts, want_lse=True).launches[-1]
+    assert merge.kernel is merge_splits_kernel and merge.grid[0] == tokens
+    for tensor in (workspace.out, workspace.lse):
+        tensor.fill_(torch.nan)
+    dataclasses.replace(merge, grid=(1, 1, 1)).run(device)
+    assert merge.operands["out_ptr"][0, 0] == 0 and merge.operands["lse_ptr"][0, 0] == -torch.inf
 
 
 @interpreted
