@@ -98,6 +98,24 @@ def part_tokens(seq_len: int, split_tokens: int, max_parts: int) -> int:
     return split_tokens * max(cdiv(cdiv(seq_len, split_tokens), max_parts), 1)
 
 
+def tile_at(place: int, tiles: int) -> int:
+    """Which of a request's tiles stands at a place among them, where later ones see more keys.
+
+    >>> [tile_at(place, 5) for place in range(5)]
+    [0, 4, 1, 3, 2]
+    """
+    return tiles - 1 - place // 2 if place % 2 else place // 2
+
+
+def place_of(tile: int, tiles: int) -> int:
+    """Where a tile stands among a request's: the inverse of tile_at.
+
+    >>> [place_of(tile, 5) for tile in range(5)]
+    [0, 2, 4, 3, 1]
+    """
+    return 2 * tile if 2 * tile < tiles else 2 * (tiles - 1 - tile) + 1
+
+
 def tile_weight(span: int, by_work: bool, each: int, heaviest: int, tile_cost: int) -> int:
     """Length of a tile on the axis.
 
@@ -265,6 +283,8 @@ class Partition:
             b, begin = self.locate(place, requests, sharing)
             weight = self.weight(requests[b], sharing)
             tile, offset = divmod(place - begin, weight)
+            if self.right_bound:
+                tile = tile_at(tile, self.request_work(requests[b])[0])
             taken = min(weight - offset, stop - place)
             low, high = self.keys(requests[b], tile, offset, taken, weight, sharing)
             slot: int | None
@@ -287,6 +307,8 @@ class Partition:
         sharing = self.choose_shares(requests)
         weight = self.weight(requests[b], sharing)
         _, begin = self.locate(2**31 - 1, requests[:b], sharing)
+        if self.right_bound:
+            tile = place_of(tile, self.request_work(requests[b])[0])
         begin += tile * weight
         if self.schedule == BALANCED:
             first_share = begin // sharing.share

@@ -152,6 +152,18 @@ def test_balanced_shares_are_about_equally_long(case: tuple[list[Request], Parti
     assert max(loads) <= max(mean + GRAIN, partition.min_chunk) + partition.segment_cost + 1
 
 
+def test_programs_of_chunks_attend_about_as_many_keys() -> None:
+    """2048 query tokens over 8192: the last tile sees a fifth more than the first, and no program more than others."""
+    chunk = Partition(BALANCED, group_size=4, block_m=128, num_kv_heads=8, shares=16, min_chunk=64, tile_cost=128)
+    batch = [Request(8192 + 2048, 2048)] * 4
+    assert not chunk.choose_shares(batch).by_work
+    keys = [0] * 16
+    for each in chunk.stretches(batch):
+        assert each.slot is None
+        keys[each.share] += each.high - each.low
+    assert max(keys) == min(keys)
+
+
 @given(CASES, st.sampled_from([FIXED_PARTS, FIXED_TOKENS]))
 def test_fixed_edges_follow_from_the_request_alone(case: tuple[list[Request], Partition], kind: int) -> None:
     batch, partition = case

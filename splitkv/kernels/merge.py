@@ -18,8 +18,10 @@ from splitkv.kernels.primitives import (
     listed_shares,
     listed_weight,
     load_kv_range,
+    load_q_range,
     no_partials,
     part_tokens,
+    place_of,
     request_begin,
     request_work,
     round_to,
@@ -281,7 +283,11 @@ def merge_splits_kernel(
     else:
         token = row_token % q_len
     tile_row = token * GROUP_SIZE + head % GROUP_SIZE
-    begin += tile_row // BLOCK_M * weight
+    tile = tile_row // BLOCK_M
+    if RIGHT_BOUND:
+        _own_first, q_tokens = load_q_range(b, True, qo_indptr_ptr, q_len, total_q)
+        tile = place_of(tile, tl.cdiv(q_tokens * GROUP_SIZE, BLOCK_M))
+    begin += tile * weight
     first_slot, next_slot, parts = tile_slots(
         b, begin, weight, share, shares, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE, KV_KIND, SCHEDULE,
         SPLIT_TOKENS, PARTS,

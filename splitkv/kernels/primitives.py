@@ -111,6 +111,21 @@ def request_work(
 
 
 @triton.jit
+def tile_at(place, tiles):
+    """Which of a request's tiles stands at a place among them: the first, the last, the second, the last but one, …
+
+    Where later query tokens see more keys, any stretch of two or more tiles then has about as many as others.
+    """
+    return tl.where(place % 2 == 0, place // 2, tiles - 1 - place // 2)
+
+
+@triton.jit
+def place_of(tile, tiles):
+    """Where a tile stands among a request's: the inverse of tile_at."""
+    return tl.where(2 * tile < tiles, 2 * tile, 2 * (tiles - 1 - tile) + 1)
+
+
+@triton.jit
 def tile_weight(span, by_work, each, heaviest, TILE_COST: tl.constexpr):
     """Length of a tile on the axis: its keys and its own cost in grains where shares follow the work, else `each`.
 

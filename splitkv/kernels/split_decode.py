@@ -33,6 +33,7 @@ from splitkv.kernels.primitives import (
     request_work,
     round_to,
     tanh,
+    tile_at,
     tile_weight,
 )
 
@@ -326,6 +327,8 @@ def split_decode_kernel(
         q_first, q_tokens = load_q_range(b, True, qo_indptr_ptr, q_len, total_q)
         if MULTI_TOKEN or GROUP_SIZE > BLOCK_M:
             tile = (place - begin) // weight
+            if RIGHT_BOUND:
+                tile = tile_at(tile, tl.cdiv(q_tokens * GROUP_SIZE, BLOCK_M))
             offset = (place - begin) % weight
         else:  # its only one
             tile = 0
