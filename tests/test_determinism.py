@@ -157,6 +157,13 @@ def test_with_split_tokens_the_batch_changes_no_bit(order):
         assert same_bits(moved[0][place], every[0][b]) and same_bits(moved[1][place], every[1][b])
 
 
+def test_with_split_tokens_the_batch_changes_no_bit_of_a_chunk():
+    """Three tiles per head, which programs take in an order of their own."""
+    p = problem(query="several", q_len=23, q_tile_rows=16)
+    every, alone = bits(p), bits(p.select([2]))
+    assert same_bits(alone[0][0], every[0][2]) and same_bits(alone[1][0], every[1][2])
+
+
 def test_with_split_tokens_outputs_of_the_caller_have_the_same_bits():
     p = problem()
     out = Guarded(p.q.shape, p.q.dtype, DEVICE, padding=5, shift=1)

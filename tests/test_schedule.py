@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import splitkv
-from splitkv import schedule
+from splitkv import reference, schedule
 from splitkv.api import plan_decode
 from splitkv.kernels import primitives
 from splitkv.kernels.primitives import (
@@ -162,6 +163,14 @@ def test_programs_of_chunks_attend_about_as_many_keys() -> None:
         assert each.slot is None
         keys[each.share] += each.high - each.low
     assert max(keys) == min(keys)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 4, 7])
+def test_tiles_stand_at_places_of_their_own_early_and_late_ones_in_turn(tiles: int) -> None:
+    """In neighbouring places, from the first on, are tiles as far from the first as from the last."""
+    order = [schedule.tile_at(place, tiles) for place in range(tiles)]
+    assert [schedule.place_of(tile, tiles) for tile in order] == list(range(tiles))
+    assert all(order[place] + order[place + 1] == tiles - 1 for place in range(0, tiles - 1, 2))
 
 
 @given(CASES, st.sampled_from([FIXED_PARTS, FIXED_TOKENS]))
@@ -370,6 +379,7 @@ def small_cases(draw: st.DrawFn) -> tuple[list[Request], int | None, dict[str, i
 @example(([Request(300)], None, {}))
 @example(([Request(300), Request(8), Request(0), Request(290)], None, {}))
 @example(([Request(300), Request(0), Request(299, q_len=4)], None, {"split_tokens": 48}))
+@example(([Request(90, q_len=13), Request(60, q_len=0), Request(70, q_len=16)], None, {"split_tokens": 48}))
 @settings(max_examples=12)
 def test_decode_leaves_each_part_where_the_schedule_says(
     device: torch.device, case: tuple[list[Request], int | None, dict[str, int]]
@@ -449,5 +459,52 @@ def test_decode_leaves_each_part_where_the_schedule_says(
                 assert mean.item() == pytest.approx((low + high - 1) / 2 if low < high else 0, rel=1e-5)
     assert bool(workspace.partial_lse[~written].isnan().all())
     assert bool(workspace.partial_out[~written].isnan().all())
-    if longest == 300 and not fixed and window is None:
+    if batch == [Request(300)] and not fixed and window is None:
         assert int(written.sum()) > 2 * num_kv_heads  # something was cut at least twice
+
+
+MANY_TILES = [Request(60, q_len=0), Request(700, q_len=23), Request(7, q_len=1), Request(90, q_len=14), Request(8, 9)]
+
+
+@pytest.mark.parametrize(
+    ("cut", "rules"),
+    [
+        ({"max_splits": 24}, {}),
+        ({"max_splits": 24}, {"causal": False}),
+        ({"split_tokens": 32, "max_parts": 3}, {}),
+        ({"split_tokens": 32, "max_parts": 3}, {"window_left": 20}),
+        ({"num_splits": 3}, {}),
+        ({"num_splits": 2}, {"tree_mask": None}),
+    ],
+    ids=str,
+)
+def test_the_merge_folds_each_tile_from_where_its_parts_were_left(
+    device: torch.device, cut: dict[str, int], rules: dict[str, Any]
+) -> None:
+    """Requests of none, three, two, one and two tiles, more keys than query tokens and fewer: no part is exchanged."""
+    generator = torch.Generator().manual_seed(3)
+    fixed = {name: value for name, value in cut.items() if name != "num_splits"}
+    starts = list(accumulate((request.q_len for request in MANY_TILES), initial=0))
+    config = splitkv.WorkspaceConfig(
+        len(MANY_TILES), 2, 1, 16, max_total_q=starts[-1], q_tile_rows=16, dtype=torch.float32, **fixed
+    )
+    workspace = splitkv.Workspace.allocate(config, device)
+    for buffer in (workspace.partial_out, workspace.partial_lse):
+        buffer.fill_(torch.nan)
+    q = torch.randn(starts[-1], 2, 16, generator=generator).to(device)
+    k, v = torch.randn(2, len(MANY_TILES), 700, 1, 16, generator=generator).to(device)
+    lens, sums = (
+        torch.tensor(numbers, dtype=torch.int32, device=device)
+        for numbers in ([request.seq_len for request in MANY_TILES], starts)
+    )
+    if "tree_mask" in rules:
+        bits = torch.randint(0, 2**31 - 1, (len(MANY_TILES), 23, 1), generator=generator, dtype=torch.int32)
+        rules = {"tree_mask": (bits | 1).to(device)}
+    kv = splitkv.ContiguousKV(k, v, lens)
+    given = dict(rules, qo_indptr=sums, num_splits=cut.get("num_splits"))
+    out, lse = splitkv.decode_with_lse(q, kv, workspace, **given)
+    want, want_lse = reference.decode_with_lse(q, kv, dtype=torch.float64, **given)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+    # Else the merge had nothing to find.
+    assert bool(workspace.partial_lse.isfinite().any())

@@ -54,6 +54,26 @@ def test_a_stale_list_changes_no_answer(device: torch.device, seed: int, kind: s
         lens.copy_(torch.tensor(lengths(rnd), dtype=torch.int32))
 
 
+def test_the_merge_finds_the_tiles_of_a_chunk_by_a_list_too(device: torch.device) -> None:
+    """Three tiles per head, some cut, by a list that fits the lengths and by one of other lengths."""
+    config = WorkspaceConfig(3, HEADS, KV_HEADS, DIM, max_total_q=3 * 21, q_tile_rows=16, dtype=torch.float32)
+    workspace = splitkv.Workspace.allocate(config, device)
+    schedule = splitkv.Schedule.allocate(config, device)
+    lens = torch.tensor([LONGEST, 21, 40], dtype=torch.int32, device=device)
+    kv = view("contiguous", lens, schedule)
+    q = torch.randn(3, 21, HEADS, DIM, device=device)
+    schedule.buffer[:HEADER] = torch.tensor((1, 1, 20), dtype=torch.int32)
+    for weights in ((38, 3, 5), (3, 38, 5)):
+        begins = torch.tensor((0, *weights), dtype=torch.int32).cumsum(0)
+        schedule.buffer[HEADER:] = begins.to(torch.int32)
+        workspace.partial_lse.fill_(torch.nan)
+        out, lse = splitkv.decode_with_lse(q, kv, workspace)
+        want, want_lse = reference.decode_with_lse(q, kv, dtype=torch.float64)
+        torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+        assert bool(workspace.partial_lse.isfinite().any())
+
+
 def test_the_list_is_what_decode_reads(device: torch.device) -> None:
     """Other weights put the partials elsewhere: a list that was not read could not."""
     config = WorkspaceConfig(BATCH, HEADS, KV_HEADS, DIM, dtype=torch.float32)
