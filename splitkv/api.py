@@ -858,7 +858,9 @@ def plan_decode(
         has_kv_start=kv.kv_start is not None,
     )
     q_tiles = form.q_tiles(batch, total_q, kv_vector)
-    same_strides = where.stride_k[1] == head_dim if kv.latent else stride_k == stride_v
+    # Kernels may count such strides in bytes, in 31 bits.
+    near = kv.latent or where.stride_k[0] * kv.dtype.itemsize < 2**31
+    same_strides = near and (where.stride_k[1] == head_dim if kv.latent else stride_k == stride_v)
     if shares_keys and batch > 1:
         variant = form.choose_shared(
             batch, q_tiles, total_q, _vector(ALIGNED_BYTES, q), kv_vector, same_strides

@@ -207,8 +207,8 @@ class CallForm:
             q_tiles: As the method of that name says.
             q_vector, kv_vector: Elements to whose multiple every row of q and out, and of K and V, is aligned: those of
                 ALIGNED_BYTES, or 1.
-            same_strides: Whether a token lies at the same offset in K and V; of latent rows, whether those of a page
-                lie without gaps.
+            same_strides: Whether a token lies at the same offset in K and V, with pages less than 2 GiB apart; of
+                latent rows, whether those of a page lie without gaps.
 
         Raises:
             ValueError: partials that the workspace cannot hold, or no tiles that fit the device.

@@ -95,6 +95,23 @@ def row_pointers(base, row_offset, offs, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def in_bytes(pointers):
+    """The same addresses, as pointers that count bytes."""
+    return pointers.to(tl.pointer_type(tl.int8), bitcast=True)
+
+
+@triton.jit
+def rows_moved(rows, offset, base, VECTOR: tl.constexpr):
+    """Rows of addresses in bytes, each moved by an offset [rows] in bytes, as pointers like `base` again.
+
+    With the hint of row_pointers, and that columns follow each other, which counting in bytes hides.
+    """
+    pointers = (rows + offset[:, None]).to(base.dtype, bitcast=True)
+    SIZE: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
+    return tl.max_contiguous(tl.multiple_of(pointers, [1, VECTOR * SIZE]), [1, VECTOR])
+
+
+@triton.jit
 def finite_top(x):
     """The largest finite magnitude in each row."""
     size = tl.abs(x.to(tl.float32))
@@ -276,8 +293,12 @@ def split_decode_kernel(
     FOLD: tl.constexpr = POSITIVE_SCALE and not (
         HAS_SOFTCAP or alibi_ptr is not None or k_scale_ptr is not None or FIT_Q
     )
-    # Keys lie at the same places of their pages in every block. Smaller tiles lack the registers to keep those.
-    WHOLE_PAGES: tl.constexpr = TALL and BLOCK_N % PAGE_SIZE == 0
+    # Keys lie at the same places of their pages in every block, so that each block's addresses are those of page 0 and
+    # one product, in bytes: SAME_STRIDES holds only where a page's stride in bytes fits 31 bits. Smaller tiles lack the
+    # registers to keep those of page 0.
+    WHOLE_PAGES: tl.constexpr = (
+        TALL and BLOCK_N % PAGE_SIZE == 0 and SAME_STRIDES and BLOCK_D_TAIL == 0 and BLOCK_DV_TAIL == 0
+    )
     # float16 weights are 2^WEIGHT_BITS times as large as they are, and so is their sum: those of far smaller ones that
     # bfloat16 would keep would vanish.
     WEIGHT_BITS: tl.constexpr = 14 if QUANTIZED and TYPE == tl.float16 else 0
@@ -517,9 +538,10 @@ def split_decode_kernel(
             page = load_page_ids(page_ids, first + offs_n, high, PAGE_SIZE)
             if WHOLE_PAGES:
                 in_page = ((first + offs_n).to(tl.uint32) % PAGE_SIZE).to(tl.int32)
-                k_in_page = wide_product(in_page, stride_k_token)
-                if not (SAME_STRIDES or LATENT):
-                    v_in_page = wide_product(in_page, stride_v_token)
+                in_page_offset = wide_product(in_page, stride_k_token) * KV_VECTOR
+                k_page_0 = in_bytes(row_pointers(k_base, in_page_offset, offs_k, KV_VECTOR))
+                v_page_0 = in_bytes(row_pointers(v_base, in_page_offset, offs_v, KV_VECTOR))
+                page_bytes = stride_k_page * (KV_VECTOR * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
         # Draft tokens of a tree come last, in a loop of their own: the one before it is that of plain decode. Of tall
         # tiles so do blocks that some row does not see whole.
         PHASES: tl.constexpr = 2 if tree_ptr is not None or TALL else 1
@@ -532,6 +554,10 @@ def split_decode_kernel(
         for phase in tl.static_range(PHASES):
             first_block = first if phase == 0 else turn
             last_block = turn if phase + 1 < PHASES else high
+            if TALL and BY_PAGE and phase > 0:
+                # Were they carried over from the loop before, each of its blocks would load them a second time, in the
+                # layout that this one needs.
+                page = load_page_ids(page_ids, first_block + offs_n, high, PAGE_SIZE)
             for block in tl.range(first_block, last_block, BLOCK_N, num_stages=NUM_STAGES):
                 key = block + offs_n
                 in_part = key < high
@@ -548,13 +574,13 @@ def split_decode_kernel(
                             in_page + offs_n, stride_k_scale_token
                         )
                     page = tl.load(page_ids + (block + BLOCK_N) // PAGE_SIZE, mask=block + BLOCK_N < high, other=0)
+                elif WHOLE_PAGES:
+                    page_offset = wide_product(page, within(page_bytes, block, TALL))
+                    page = load_page_ids(page_ids, key + BLOCK_N, high, PAGE_SIZE)
                 elif BY_PAGE:
+                    in_page = (key.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
                     k_offset = wide_product(page, within(stride_k_page, block, TALL))
-                    if WHOLE_PAGES:
-                        k_offset += k_in_page
-                    else:
-                        in_page = (key.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
-                        k_offset += wide_product(in_page, within(stride_k_token, block, TALL))
+                    k_offset += wide_product(in_page, within(stride_k_token, block, TALL))
                     if K_SCALE_PER_TOKEN:
                         k_scale_offset = wide_product(page, stride_k_scale_page) + wide_product(
                             in_page, stride_k_scale_token
@@ -567,10 +593,7 @@ def split_decode_kernel(
                         v_offset = k_offset
                     else:
                         v_offset = wide_product(page, within(stride_v_page, block, TALL))
-                        if WHOLE_PAGES:
-                            v_offset += v_in_page
-                        else:
-                            v_offset += wide_product(in_page, within(stride_v_token, block, TALL))
+                        v_offset += wide_product(in_page, within(stride_v_token, block, TALL))
                     page = load_page_ids(page_ids, key + BLOCK_N, high, PAGE_SIZE)
                 else:
                     k_offset = wide_product(key, within(stride_k_token, block, TALL))
@@ -579,9 +602,10 @@ def split_decode_kernel(
                         k_scale_offset = wide_product(key, stride_k_scale_token)
                     if V_SCALE_PER_TOKEN:
                         v_scale_offset = wide_product(key, stride_v_scale_token)
-                k_offset *= KV_VECTOR // PER_K
-                if not LATENT:
-                    v_offset *= KV_VECTOR // PER_V
+                if not WHOLE_PAGES:
+                    k_offset *= KV_VECTOR // PER_K
+                    if not LATENT:
+                        v_offset *= KV_VECTOR // PER_V
 
                 WHOLE: tl.constexpr = TALL and phase + 1 < PHASES
                 k_mask = (offs_k < HEAD_DIM // PER_K)[None, :]
@@ -589,9 +613,13 @@ def split_decode_kernel(
                 if not WHOLE:
                     k_mask = in_part[:, None] & k_mask
                     v_mask = in_part[:, None] & v_mask
-                k = tl.load(row_pointers(k_rows, k_offset, offs_k, KV_VECTOR // PER_K), mask=k_mask, other=0.0)
-                if TALL:
-                    v = tl.load(row_pointers(v_base, v_offset, offs_v, KV_VECTOR // PER_V), mask=v_mask, other=0.0)
+                if WHOLE_PAGES:
+                    k = tl.load(rows_moved(k_page_0, page_offset, k_ptr, KV_VECTOR), mask=k_mask, other=0.0)
+                    v = tl.load(rows_moved(v_page_0, page_offset, v_ptr, KV_VECTOR), mask=v_mask, other=0.0)
+                else:
+                    k = tl.load(row_pointers(k_rows, k_offset, offs_k, KV_VECTOR // PER_K), mask=k_mask, other=0.0)
+                    if TALL:
+                        v = tl.load(row_pointers(v_base, v_offset, offs_v, KV_VECTOR // PER_V), mask=v_mask, other=0.0)
                 if K_PAIRS:
                     k, k_odd = decode_pairs(k, KV_FORMAT)
                 else:

@@ -46,6 +46,26 @@ def test_page_past_32_bits(device, cut, pages, page_size, heads, width, shift):
     assert_rows(result, 3.0, math.log(5))
 
 
+@pytest.mark.parametrize("apart", [STEP, 2**24], ids=["far", "near"])
+def test_pages_of_chunks_past_32_bits(device, apart):
+    """Case 9: a page more than 2³¹ elements from its cache's start, seen by tiles of many rows.
+
+    Their kernels count in bytes where pages are less than 2 GiB apart, and otherwise must not.
+    """
+    last = 2 * STEP // apart
+    pool = spacious(last * apart + 4 * 64, torch.float16, device)
+    cache = pool.as_strided((last + 1, 4, 1, 64), (apart, 64, 64, 1))
+    cache[last], cache[last // 2], cache[0] = 3.0, 2.0, -1.0
+    q = torch.zeros(1, 8, 32, 64, dtype=torch.float16, device=device)
+    kv = splitkv.PagedKV(cache, cache, ints([[last // 2, last]], device), ints([8], device))
+    workspace = splitkv.Workspace.allocate(splitkv.WorkspaceConfig(1, 32, 1, 64, max_total_q=8, dtype=q.dtype), device)
+    out, lse = splitkv.decode_with_lse(q, kv, workspace)
+    seen = torch.arange(1, 9)
+    # The first four keys are twos, those after them threes; all scores are 0.
+    assert_values(out, ((2 * seen.clamp(max=4) + 3 * (seen - 4).clamp(min=0)) / seen)[None, :, None, None])
+    assert_values(lse, seen.log()[None, :, None])
+
+
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "odd"])
 @pytest.mark.parametrize("what", ["row", "token", "head"])
 def test_cache_stride_past_32_bits(device, what, shift):
