@@ -1,5 +1,6 @@
 """Every Python block of README.md runs, in order, and does what the text says."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -71,6 +72,19 @@ def test_figures_of_speed_are_the_records() -> None:
     assert found is not None and found[2] == readme_speed.speed_table()
     assert f"geometric mean of {readme_speed.mean_over_paged_peers():.2f}" in README
     assert all(run["date"][:10] in found[1] for run in readme_speed.load()[0].runs)
+
+
+def test_engine_table_is_the_record():
+    rows = json.loads((readme_speed.DATA / "h200_engine.json").read_text(encoding="utf-8"))["rows"]
+    names = {
+        "transformers' SDPA, static cache, compiled": "transformers, sdpa, compiled",
+        'the same with `attn_implementation="splitkv"`': "transformers, splitkv, compiled",
+        "the engine, a CUDA graph per step": "engine, CUDA graph",
+        "the engine, compiled as well": "engine, CUDA graph, compiled",
+    }
+    for label, way in names.items():
+        speeds = {row["batch"]: row["tokens_per_s"] for row in rows if row["way"] == way}
+        assert f"| {label} | {speeds[1]:,.0f} | {speeds[32]:,.0f} |" in README
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "ARGUMENTS.md", "SECURITY.md", *sorted(NOTEBOOKS)])
