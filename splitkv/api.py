@@ -940,6 +940,12 @@ def plan_decode(
     return Plan(workspace.device, out, lse, launches, form, operands)
 
 
+def _merge_grid(variant: Variant, total_q: int, num_q_heads: int) -> tuple[int, int, int]:
+    """Programs of merge_splits_kernel."""
+    sizes = variant.merge
+    return cdiv(total_q, sizes["TOKENS"]), num_q_heads, cdiv(sizes["HEAD_DIM_V"], sizes["BLOCK_DV"])
+
+
 def _launches(
     variant: Variant, operands: dict[str, Any], batch: int, total_q: int, num_q_heads: int
 ) -> tuple[Launch, ...]:
@@ -960,7 +966,7 @@ def _launches(
     )
     merge = Launch(
         kernel=merge_splits_kernel,
-        grid=(total_q, num_q_heads, cdiv(variant.merge["HEAD_DIM_V"], variant.merge["BLOCK_DV"])),
+        grid=_merge_grid(variant, total_q, num_q_heads),
         operands=_operands_of(merge_splits_kernel, operands),
         constants=variant.merge,
         num_warps=1,
@@ -1083,7 +1089,7 @@ def _shared_launches(
     )
     merge = launch(
         merge_splits_kernel,
-        (total_q, num_q_heads, cdiv(width, variant.merge["BLOCK_DV"])),
+        _merge_grid(variant, total_q, num_q_heads),
         dict(
             partial_out_ptr=out_rows(own_first),
             partial_lse_ptr=lse_rows(own_first),

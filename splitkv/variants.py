@@ -15,6 +15,7 @@ from splitkv.tiles_io import TileTable
 
 ALIGNED_BYTES = 16  # rows that are aligned to it are copied in pieces of it
 TALL_ROWS = 128  # of tiles that hold many query tokens, of one request or of many
+MERGED_TOKENS = 8  # that one program of the merge looks at, where it has something to do for few of them
 
 
 @dataclass(frozen=True)
@@ -294,6 +295,8 @@ class CallForm:
             RIGHT_BOUND=self.causal and not self.has_tree,
             BLOCK_P=block_p,
             BLOCK_DV=min(max(16, next_power_of_2(self.head_dim_v)), 2048 // max(block_p, 16)),
+            # Of tall tiles of which there are more than shares most are whole, and have many rows.
+            TOKENS=MERGED_TOKENS if rows >= TALL_ROWS // 2 and q_tiles > units and not self.fixed else 1,
             SHARED_BLOCK_M=0,
             SHARED_MIN_CHUNK=0,
             SHARED_SEGMENT_COST=0,
@@ -394,7 +397,7 @@ class CallForm:
             own,
             listed=False,
             merges=True,
-            merge=dict(own.merge, BLOCK_P=16, BLOCK_DV=min(max(16, next_power_of_2(width)), 128), **sizes),
+            merge=dict(own.merge, BLOCK_P=16, BLOCK_DV=min(max(16, next_power_of_2(width)), 128), TOKENS=1, **sizes),
             shared=SharedPass(
                 q_tiles=tall_tiles,
                 units=shared.units,

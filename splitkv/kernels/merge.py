@@ -30,9 +30,10 @@ from splitkv.kernels.primitives import (
 
 
 @triton.jit
-def tile_on_axis(
+def tiles_on_axis(
     b,
-    batch,
+    by_work,
+    each,
     lens_ptr,
     indptr_ptr,
     kv_start_ptr,
@@ -41,7 +42,6 @@ def tile_on_axis(
     q_len,
     total_q,
     window_left,
-    shares,
     heaviest,
     PAGE_SIZE: tl.constexpr,
     KV_KIND: tl.constexpr,
@@ -49,19 +49,10 @@ def tile_on_axis(
     BLOCK_M: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     RIGHT_BOUND: tl.constexpr,
-    SCHEDULE: tl.constexpr,
-    PARTS: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
-    SEGMENT_COST: tl.constexpr,
     TILE_COST: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """Where the tiles of request b begin on the axis of work, how long each is, how long shares are, and by_work."""
-    by_work, each, share, _ = choose_shares(
-        batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, shares,
-        heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, SCHEDULE, PARTS, MIN_CHUNK,
-        SEGMENT_COST, TILE_COST, BLOCK_B,
-    )  # fmt: skip
+    """Where the tiles of request b begin on the axis of work, and how long each is."""
     begin = request_begin(
         b, by_work, each, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
         heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, TILE_COST, BLOCK_B,
@@ -70,7 +61,7 @@ def tile_on_axis(
         b, True, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left,
         PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND,
     )  # fmt: skip
-    return begin, tile_weight(span, by_work, each, heaviest, TILE_COST), share, by_work
+    return begin, tile_weight(span, by_work, each, heaviest, TILE_COST)
 
 
 @triton.jit
@@ -213,14 +204,16 @@ def merge_splits_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    TOKENS: tl.constexpr,
     SHARED_BLOCK_M: tl.constexpr,
     SHARED_MIN_CHUNK: tl.constexpr,
     SHARED_SEGMENT_COST: tl.constexpr,
     SHARED_TILE_COST: tl.constexpr,
 ):
-    """Fold the partials of one query row into its output, and zero the rows that belong to no request.
+    """Fold the partials of query rows into their output, and zero the rows that belong to no request.
 
-    Grid: (query tokens, query heads, ceil(HEAD_DIM_V / BLOCK_DV)). Rows whose tile had one part are done already.
+    Grid: (ceil(query tokens / TOKENS), query heads, ceil(HEAD_DIM_V / BLOCK_DV)). Rows whose tile had one part are done
+    already; where most are, TOKENS spares what it costs to start a program for each.
 
     Reads:  partial_out [slots, BLOCK_M, HEAD_DIM_V] fp32, partial_lse [slots, BLOCK_M] fp32, lengths
     Writes: out, and lse if has_lse
@@ -230,126 +223,136 @@ def merge_splits_kernel(
     HEAD_DIM_V] and whole_lse [2, total_q, query heads] fp32, own and shared; other partials over shared keys, in tiles
     of SHARED_BLOCK_M rows, are in shared_out and shared_lse.
     """
-    row_token = tl.program_id(0)
     head = tl.program_id(1)
     offs_d = tl.program_id(2) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     d_mask = offs_d < HEAD_DIM_V
-    if qo_indptr_ptr is not None:
-        # The request of a query token: the number of requests that end at or before it. Rows before the first request's
-        # and past the last one's belong to none.
-        b = 0
-        for first in range(0, batch, BLOCK_B):
-            offs_b = first + tl.arange(0, BLOCK_B)
-            ends = tl.load(qo_indptr_ptr + 1 + offs_b, mask=offs_b < batch, other=0x7FFFFFFF)
-            b += tl.sum((ends <= row_token).to(tl.int32), 0)
-        out_row = row_token.to(tl.int64) * stride_out_token + head.to(tl.int64) * stride_out_head
-        lse_row = row_token.to(tl.int64) * stride_lse_token + head.to(tl.int64) * stride_lse_head
-        q_first = tl.load(qo_indptr_ptr + tl.minimum(b, batch - 1), mask=batch > 0, other=0)
-        if (b >= batch) | (row_token < q_first):
-            if DEPENDENT_LAUNCH:
-                gdc_wait()
-                gdc_launch_dependents()
-            tl.store(out_ptr + out_row + offs_d, tl.zeros([BLOCK_DV], out_ptr.dtype.element_ty), mask=d_mask)
-            if has_lse != 0:
-                tl.store(lse_ptr + lse_row, float("-inf"))
-            return
-    else:
-        b = row_token // q_len
-        out_row = (
-            b.to(tl.int64) * stride_out_batch
-            + (row_token % q_len).to(tl.int64) * stride_out_token
-            + head.to(tl.int64) * stride_out_head
-        )
-        lse_row = (
-            b.to(tl.int64) * stride_lse_batch
-            + (row_token % q_len).to(tl.int64) * stride_lse_token
-            + head.to(tl.int64) * stride_lse_head
-        )
-
-    # Where on the axis lies its tile, and by how many shares is it cut? The same arithmetic as in split_decode_kernel.
+    GROUPED: tl.constexpr = groups_ptr is not None
+    # How was the batch shared? And for each row: where on the axis lies its tile, and by how many shares is it cut? The
+    # same arithmetic as in split_decode_kernel.
     if list_ptr is not None:
         tiles_each = tl.cdiv(q_len * GROUP_SIZE, BLOCK_M)
         by_work, each, share, _ = listed_shares(list_ptr, batch, tiles_each, shares)
-        begin = tl.load(list_ptr + LIST_HEADER + b) * tiles_each
-        weight = listed_weight(list_ptr, b, by_work, each)
     else:
-        begin, weight, share, by_work = tile_on_axis(
-            b, batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, shares,
+        by_work, each, share, _ = choose_shares(
+            batch, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q, window_left, shares,
             heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, SCHEDULE, PARTS, MIN_CHUNK,
             SEGMENT_COST, TILE_COST, BLOCK_B,
         )  # fmt: skip
-    if qo_indptr_ptr is not None:
-        token = row_token - tl.maximum(q_first, 0)
-    else:
-        token = row_token % q_len
-    tile_row = token * GROUP_SIZE + head % GROUP_SIZE
-    tile = tile_row // BLOCK_M
-    if RIGHT_BOUND:
-        _own_first, q_tokens = load_q_range(b, True, qo_indptr_ptr, q_len, total_q)
-        tile = place_of(tile, tl.cdiv(q_tokens * GROUP_SIZE, BLOCK_M))
-    begin += tile * weight
-    first_slot, next_slot, parts = tile_slots(
-        b, begin, weight, share, shares, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE, KV_KIND, SCHEDULE,
-        SPLIT_TOKENS, PARTS,
-    )  # fmt: skip
-    if qo_indptr_ptr is not None:
-        # Sums that fall can claim more tiles than there is room for, and than 32 bits can count.
-        room = shares.to(tl.int64) * share
-        parts = tl.where((begin < 0) | (begin.to(tl.int64) + weight > room), 0, parts)
-    if SCHEDULE == BALANCED and groups_ptr is None:
-        # Where no tile was cut there is nothing to do, and programs make room at once, but for the first: the grid must
-        # not end before split_decode_kernel has, on whose results later kernels wait through it. Where some tiles were
-        # cut all wait: left alone, the few that merge would keep their multiprocessors from taking all of the next
-        # kernel's programs.
-        if (parts == 1) & (not by_work):
-            if DEPENDENT_LAUNCH:
-                if (tl.program_id(0) == 0) & (head == 0) & (tl.program_id(2) == 0):
-                    gdc_launch_dependents()
+    for i in range(TOKENS):
+        row_token = tl.program_id(0) * TOKENS + i
+        belongs = row_token < total_q  # to a request
+        out_row = head.to(tl.int64) * stride_out_head
+        lse_row = head.to(tl.int64) * stride_lse_head
+        if qo_indptr_ptr is not None:
+            # The request of a query token: the number of requests that end at or before it. Rows before the first
+            # request's and past the last one's belong to none.
+            b = 0
+            for first in range(0, batch, BLOCK_B):
+                offs_b = first + tl.arange(0, BLOCK_B)
+                ends = tl.load(qo_indptr_ptr + 1 + offs_b, mask=offs_b < batch, other=0x7FFFFFFF)
+                b += tl.sum((ends <= row_token).to(tl.int32), 0)
+            out_row += row_token.to(tl.int64) * stride_out_token
+            lse_row += row_token.to(tl.int64) * stride_lse_token
+            q_first = tl.load(qo_indptr_ptr + tl.minimum(b, batch - 1), mask=batch > 0, other=0)
+            token = row_token - tl.maximum(q_first, 0)
+            nobodys = (b >= batch) | (row_token < q_first)
+            if belongs & nobodys:
+                if DEPENDENT_LAUNCH:
                     gdc_wait()
-            return
-    if DEPENDENT_LAUNCH:
-        # Lengths were final before split_decode_kernel began; partials are there once it has ended.
-        gdc_wait()
-        gdc_launch_dependents()
-    if groups_ptr is None:
-        if parts == 1:
-            return
-    sink = 0.0
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head).to(tl.float32)
-    top, total, acc = no_partials(BLOCK_DV)
-    top, total, acc = fold_tile(
-        top, total, acc, partial_out_ptr, partial_lse_ptr, whole_out_ptr, whole_lse_ptr, row_token, head, tile_row,
-        first_slot, next_slot, parts, offs_d, d_mask, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM_V, BLOCK_M, BLOCK_P,
-    )  # fmt: skip
-    if groups_ptr is not None:
-        place = tl.load(places_ptr + row_token)
-        if place >= 0:
-            # The same again among groups: their lengths are those of their common keys.
-            group = tl.load(places_ptr + total_q + row_token)
-            group_lens_ptr = groups_ptr + batch + 1
-            group_starts_ptr = groups_ptr + 2 * batch + 1
-            group_begin, group_weight, group_share, _ = tile_on_axis(
-                group, batch, group_lens_ptr, None, group_starts_ptr, groups_ptr, MAX_TOKENS, 1, total_q, 0,
-                shared_shares, shared_heaviest, 1, GROUPS, GROUP_SIZE, SHARED_BLOCK_M, False, False, SCHEDULE, PARTS,
-                SHARED_MIN_CHUNK, SHARED_SEGMENT_COST, SHARED_TILE_COST, BLOCK_B,
+                    gdc_launch_dependents()
+                tl.store(out_ptr + out_row + offs_d, tl.zeros([BLOCK_DV], out_ptr.dtype.element_ty), mask=d_mask)
+                if has_lse != 0:
+                    tl.store(lse_ptr + lse_row, float("-inf"))
+            belongs = belongs & (nobodys == 0)
+        else:
+            b = row_token // q_len
+            token = row_token % q_len
+            out_row += b.to(tl.int64) * stride_out_batch + token.to(tl.int64) * stride_out_token
+            lse_row += b.to(tl.int64) * stride_lse_batch + token.to(tl.int64) * stride_lse_token
+        if belongs:
+            if list_ptr is not None:
+                begin = tl.load(list_ptr + LIST_HEADER + b) * tiles_each
+                weight = listed_weight(list_ptr, b, by_work, each)
+            else:
+                begin, weight = tiles_on_axis(
+                    b, by_work, each, lens_ptr, indptr_ptr, kv_start_ptr, qo_indptr_ptr, capacity, q_len, total_q,
+                    window_left, heaviest, PAGE_SIZE, KV_KIND, GROUP_SIZE, BLOCK_M, HAS_WINDOW, RIGHT_BOUND, TILE_COST,
+                    BLOCK_B,
+                )  # fmt: skip
+            tile_row = token * GROUP_SIZE + head % GROUP_SIZE
+            tile = tile_row // BLOCK_M
+            if RIGHT_BOUND:
+                _own_first, q_tokens = load_q_range(b, True, qo_indptr_ptr, q_len, total_q)
+                tile = place_of(tile, tl.cdiv(q_tokens * GROUP_SIZE, BLOCK_M))
+            begin += tile * weight
+            first_slot, next_slot, parts = tile_slots(
+                b, begin, weight, share, shares, lens_ptr, indptr_ptr, kv_start_ptr, capacity, PAGE_SIZE, KV_KIND,
+                SCHEDULE, SPLIT_TOKENS, PARTS,
             )  # fmt: skip
-            shared_row = (place - tl.load(groups_ptr + group)) * GROUP_SIZE + head % GROUP_SIZE
-            group_begin += shared_row // SHARED_BLOCK_M * group_weight
-            shared_first, shared_next, shared_parts = tile_slots(
-                group, group_begin, group_weight, group_share, shared_shares, group_lens_ptr, None, group_starts_ptr,
-                MAX_TOKENS, 1, GROUPS, SCHEDULE, SPLIT_TOKENS, PARTS,
-            )  # fmt: skip
-            whole = (total_q * NUM_KV_HEADS * GROUP_SIZE).to(tl.int64)
-            top, total, acc = fold_tile(
-                top, total, acc, shared_out_ptr, shared_lse_ptr, whole_out_ptr + whole * HEAD_DIM_V,
-                whole_lse_ptr + whole, row_token, head, shared_row, shared_first, shared_next, shared_parts, offs_d,
-                d_mask, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM_V, SHARED_BLOCK_M, BLOCK_P,
-            )  # fmt: skip
-    out, lse = folded(top, total, acc, sink, sinks_ptr is not None, False)
-    tl.store(out_ptr + out_row + offs_d, round_to(out, out_ptr.dtype.element_ty, WIDEN), mask=d_mask)
-    if has_lse != 0:
-        tl.store(lse_ptr + lse_row, lse)
+            if qo_indptr_ptr is not None:
+                # Sums that fall can claim more tiles than there is room for, and than 32 bits can count.
+                room = shares.to(tl.int64) * share
+                parts = tl.where((begin < 0) | (begin.to(tl.int64) + weight > room), 0, parts)
+            if DEPENDENT_LAUNCH:
+                # Where no tile was cut there is nothing to do, and programs make room at once, but for the first: the
+                # grid must not end before split_decode_kernel has, on whose results later kernels wait through it.
+                # Where some tiles were cut all wait: left alone, the few that merge would keep their multiprocessors
+                # from taking all of the next kernel's programs. Lengths were final before split_decode_kernel began;
+                # partials are there once it has ended.
+                if SCHEDULE == BALANCED and not GROUPED:
+                    if (parts == 1) & (not by_work):
+                        if (row_token == 0) & (head == 0) & (tl.program_id(2) == 0):
+                            gdc_launch_dependents()
+                            gdc_wait()
+                    else:
+                        gdc_wait()
+                        gdc_launch_dependents()
+                else:
+                    gdc_wait()
+                    gdc_launch_dependents()
+            if True if GROUPED else parts != 1:
+                sink = 0.0
+                if sinks_ptr is not None:
+                    sink = tl.load(sinks_ptr + head).to(tl.float32)
+                top, total, acc = no_partials(BLOCK_DV)
+                top, total, acc = fold_tile(
+                    top, total, acc, partial_out_ptr, partial_lse_ptr, whole_out_ptr, whole_lse_ptr, row_token, head,
+                    tile_row, first_slot, next_slot, parts, offs_d, d_mask, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM_V,
+                    BLOCK_M, BLOCK_P,
+                )  # fmt: skip
+                if GROUPED:
+                    place = tl.load(places_ptr + row_token)
+                    if place >= 0:
+                        # The same again among groups: their lengths are those of their common keys.
+                        group = tl.load(places_ptr + total_q + row_token)
+                        group_lens_ptr = groups_ptr + batch + 1
+                        group_starts_ptr = groups_ptr + 2 * batch + 1
+                        shared_by_work, shared_each, shared_share, _ = choose_shares(
+                            batch, group_lens_ptr, None, group_starts_ptr, groups_ptr, MAX_TOKENS, 1, total_q, 0,
+                            shared_shares, shared_heaviest, 1, GROUPS, GROUP_SIZE, SHARED_BLOCK_M, False, False,
+                            SCHEDULE, PARTS, SHARED_MIN_CHUNK, SHARED_SEGMENT_COST, SHARED_TILE_COST, BLOCK_B,
+                        )  # fmt: skip
+                        group_begin, group_weight = tiles_on_axis(
+                            group, shared_by_work, shared_each, group_lens_ptr, None, group_starts_ptr, groups_ptr,
+                            MAX_TOKENS, 1, total_q, 0, shared_heaviest, 1, GROUPS, GROUP_SIZE, SHARED_BLOCK_M, False,
+                            False, SHARED_TILE_COST, BLOCK_B,
+                        )  # fmt: skip
+                        shared_row = (place - tl.load(groups_ptr + group)) * GROUP_SIZE + head % GROUP_SIZE
+                        group_begin += shared_row // SHARED_BLOCK_M * group_weight
+                        shared_first, shared_next, shared_parts = tile_slots(
+                            group, group_begin, group_weight, shared_share, shared_shares, group_lens_ptr, None,
+                            group_starts_ptr, MAX_TOKENS, 1, GROUPS, SCHEDULE, SPLIT_TOKENS, PARTS,
+                        )  # fmt: skip
+                        whole = (total_q * NUM_KV_HEADS * GROUP_SIZE).to(tl.int64)
+                        top, total, acc = fold_tile(
+                            top, total, acc, shared_out_ptr, shared_lse_ptr, whole_out_ptr + whole * HEAD_DIM_V,
+                            whole_lse_ptr + whole, row_token, head, shared_row, shared_first, shared_next, shared_parts,
+                            offs_d, d_mask, NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM_V, SHARED_BLOCK_M, BLOCK_P,
+                        )  # fmt: skip
+                out, lse = folded(top, total, acc, sink, sinks_ptr is not None, False)
+                tl.store(out_ptr + out_row + offs_d, round_to(out, out_ptr.dtype.element_ty, WIDEN), mask=d_mask)
+                if has_lse != 0:
+                    tl.store(lse_ptr + lse_row, lse)
 
 
 @unspecialized

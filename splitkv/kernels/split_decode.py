@@ -539,6 +539,8 @@ def split_decode_kernel(
             if WHOLE_PAGES:
                 in_page = ((first + offs_n).to(tl.uint32) % PAGE_SIZE).to(tl.int32)
                 in_page_offset = wide_product(in_page, stride_k_token) * KV_VECTOR
+                # Of the first block; written so that what keys a page apart have in common is computed once.
+                entries = page_ids + (first + offs_n % PAGE_SIZE).to(tl.uint32) // PAGE_SIZE + offs_n // PAGE_SIZE
                 k_page_0 = in_bytes(row_pointers(k_base, in_page_offset, offs_k, KV_VECTOR))
                 v_page_0 = in_bytes(row_pointers(v_base, in_page_offset, offs_v, KV_VECTOR))
                 page_bytes = stride_k_page * (KV_VECTOR * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
@@ -576,7 +578,11 @@ def split_decode_kernel(
                     page = tl.load(page_ids + (block + BLOCK_N) // PAGE_SIZE, mask=block + BLOCK_N < high, other=0)
                 elif WHOLE_PAGES:
                     page_offset = wide_product(page, within(page_bytes, block, TALL))
-                    page = load_page_ids(page_ids, key + BLOCK_N, high, PAGE_SIZE)
+                    next_entries = entries + (block + BLOCK_N - first).to(tl.uint32) // PAGE_SIZE
+                    if phase + 1 < PHASES:
+                        page = tl.load(next_entries, mask=block + BLOCK_N < last_block)
+                    else:
+                        page = tl.load(next_entries, mask=key + BLOCK_N < high, other=0)
                 elif BY_PAGE:
                     in_page = (key.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
                     k_offset = wide_product(page, within(stride_k_page, block, TALL))
@@ -712,7 +718,8 @@ def split_decode_kernel(
                     new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)
                 else:
                     new_max = tl.maximum(row_max, tl.max(scores, 1))
-                shift = finite_or_zero(new_max) if ROW_MASK else new_max
+                SEES_NONE: tl.constexpr = ROW_MASK and (not WHOLE or FIRST_KEYS or HAS_WINDOW)
+                shift = finite_or_zero(new_max) if SEES_NONE else new_max
                 decay = tl.exp2(row_max - shift)
                 if WEIGHT_BITS:
                     shift -= WEIGHT_BITS
