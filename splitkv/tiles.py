@@ -249,7 +249,8 @@ def shared_bytes(
         block_n, num_stages: As for `Tiles`.
     """
     width, width_v = _widths(head_dim, head_dim_v, latent)
-    columns = width if latent else width + width_v
+    # Of latent rows in float32 products take pieces of keys, so that values are buffered apart.
+    columns = width if latent and dtype.itemsize == 2 else width + width_v
     itemsize = 4 if _without_tensor_cores(target, dtype) else dtype.itemsize
     quantized = _quantized(kv_dtype)
     query = rows * width
@@ -308,7 +309,14 @@ def _candidates(
     elif dtype.itemsize == 4 and _quantized(kv_dtype):
         # Blocks copied ahead, once more as float32, and operands of ordinary products do not find the registers.
         cuts = cuts[-1:]
-    elif dtype.itemsize == 4 and _cuda_arch(target) in FLOAT32_SPILLS:
+    elif dtype.itemsize == 4 and target.arch.startswith("hip:") and rows * wide >= 64 * 128:
+        # As compiled for each target, here and below: what is more in flight spills.
+        cuts = cuts[-1:]
+    elif dtype.itemsize == 4 and (
+        _cuda_arch(target) in FLOAT32_SPILLS
+        or wide > 256
+        or (rows * wide >= 64 * 128 and wide <= 128 and _cuda_arch(target) == 80)
+    ):
         cuts = [(16, 3), (16, 2), (16, 1)]
     elif _quantized(kv_dtype) and target.arch.startswith("hip:") and wide > 256:
         cuts = cuts[4:]
@@ -326,6 +334,8 @@ def _candidates(
         cuts = cuts if target.converts_float8 and wide <= 256 else cuts[2:]
     elif rows <= 16 and wide <= 128 and blocks != Blocks.LONG:
         cuts = cuts[2:]
+    if dtype.itemsize == 4 and tree:
+        cuts = [cut for cut in cuts if cut[1] < 3]  # the masks' words take the registers of a deeper pipeline
     cache: dict[str, Any] = dict(kv_dtype=kv_dtype, latent=latent, tree=tree)
     sized = [(*cut, shared_bytes(target, dtype, head_dim, head_dim_v, rows, *cut, **cache)) for cut in cuts]
     return [cut for cut in sized if cut[2] <= target.shared_memory]
@@ -368,6 +378,9 @@ def fit_rows(
     most = 64 * 288
     if _without_tensor_cores(target, dtype):
         most //= 4 if _cuda_arch(target) in FLOAT32_SPILLS else 2
+    if dtype.itemsize == 4 and (not aligned or _quantized(kv_dtype) or 0 < _cuda_arch(target) < 80):
+        # Such blocks come through registers.
+        most = min(most, 64 * (36 if target.arch.startswith("hip:") else 72))
     while rows > 16 and (
         (rows * wide > most and not (latent and _latent_warp_groups(target, dtype, rows, kv_dtype)))
         or not _candidates(target, dtype, head_dim, head_dim_v, rows, aligned, Blocks.SHORT, kv_dtype, latent, tree)

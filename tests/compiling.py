@@ -174,6 +174,7 @@ class Used:
         spills_in_loop: Loads and stores of them within the loops that hold products (AMD: as spills).
         copies: 16-byte asynchronous copies in the code.
         waits_for_others: Whether it waits for the kernel before it (programmatic dependent launch).
+        continued: Products (`tl.dot`) that add to a sum rather than to 0.
     """
 
     kernel: str
@@ -191,6 +192,7 @@ class Used:
     spills_in_loop: int
     copies: int
     waits_for_others: bool
+    continued: int
 
 
 # What a call would launch. Tensors on the meta device have shapes, strides and addresses (0) but no memory.
@@ -411,6 +413,7 @@ def compile_launch(launch: api.Launch, gpu: Gpu, programs: int) -> Used:
         estimate=estimate_of(launch, gpu),
         copies=len(re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*, (?:0x10|16)\b", assembly)),
         waits_for_others="griddepcontrol.wait" in assembly,
+        continued=len(re.findall(r"= tt\.dot %\w+, %\w+, %(?!cst)", compiled.asm["ttir"])),
         **measured,
     )
 

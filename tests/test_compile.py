@@ -94,6 +94,9 @@ def faults(case: Case, used: Used) -> list[str]:
         return found + [f"{used.spills} spilled"] * (used.spills > FEW_SPILLED)
     if used.shared > used.estimate:
         found.append(f"{used.shared} bytes of shared memory, of which the estimate knows {used.estimate}")
+    if case.dtype == "float32" and used.continued:
+        # The compiler may undo that pieces of float32 products have sums of their own, which no result here shows.
+        found.append(f"{used.continued} float32 products that go on from the sum of others")
     shared = used.programs * (used.shared + gpu.reserved_shared)
     # A tree's words take more than the estimate knows: fewer programs run at a time then.
     if shared > target.sm_shared_memory and used.programs > 1 and "tree" not in case.rules:

@@ -112,6 +112,77 @@ def rows_moved(rows, offset, base, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def load_pieces(
+    base,
+    row_offset,
+    row_mask,
+    COLUMN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MOST: tl.constexpr,
+    PIECE: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Columns COLUMN…COLUMN + WIDTH of rows, as a tuple of pieces of PIECE columns; none of those from MOST on."""
+    pieces = ()
+    for first in tl.static_range(COLUMN, min(COLUMN + WIDTH, MOST), PIECE):
+        offs = first + tl.arange(0, PIECE)
+        mask = row_mask[:, None] & (offs < MOST)[None, :]
+        pieces = pieces + (tl.load(row_pointers(base, row_offset, offs, VECTOR), mask=mask, other=0.0),)  # noqa: RUF005
+    return pieces
+
+
+@triton.jit
+def add_products(
+    scores,
+    q_pieces,
+    base,
+    row_offset,
+    row_mask,
+    COLUMN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MOST: tl.constexpr,
+    PIECE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Scores with the float32 products of columns COLUMN…COLUMN + WIDTH of queries, in pieces, and keys added.
+
+    Ordinary instructions add one product after another, which over all of a key rounds more than the error budget
+    allows: pieces have sums of their own, and so have groups of columns.
+    """
+    COLUMNS: tl.constexpr = 128 if KV_FORMAT == PLAIN else 64  # conversion takes registers too
+    for group in tl.static_range(0, len(q_pieces), COLUMNS // PIECE):
+        # A group is loaded before its products: where loads with a mask are branches, products between them would all
+        # wait for the last, and what they are of fill the registers.
+        k_pieces = load_pieces(
+            base, row_offset, row_mask, COLUMN + group * PIECE, min(COLUMNS, WIDTH), MOST, PIECE, VECTOR
+        )  # fmt: skip
+        total = tl.zeros(scores.shape, tl.float32)
+        for i in tl.static_range(len(k_pieces)):
+            k = decoded(k_pieces[i], KV_FORMAT, tl.float32, NATIVE)
+            # Triton would let products go on from the sum to which they are added. Where it is told how many of them a
+            # sum may take without care, whatever the number, it does not.
+            total += tl.dot(q_pieces[group + i], tl.trans(k), input_precision="ieee", max_num_imprecise_acc=PIECE)
+        scores += total
+    return scores
+
+
+@triton.jit
+def add_exactly(total, lost, x):
+    """The pair (total, lost) with x added to its sum: what rounding takes from the first goes to the second."""
+    new = total + x
+    taken = new - total
+    return new, lost + ((total - (new - taken)) + (x - taken))
+
+
+@triton.jit
+def settled(total, lost):
+    """The sum of such a pair; where infinity or NaN took part the first is all there is."""
+    return tl.where(lost == lost, total + lost, total)
+
+
+@triton.jit
 def finite_top(x):
     """The largest finite magnitude in each row."""
     size = tl.abs(x.to(tl.float32))
@@ -299,6 +370,11 @@ def split_decode_kernel(
     WHOLE_PAGES: tl.constexpr = (
         TALL and BLOCK_N % PAGE_SIZE == 0 and SAME_STRIDES and BLOCK_D_TAIL == 0 and BLOCK_DV_TAIL == 0
     )
+    # Sums of float32 products in pieces, see add_products, and over blocks of keys without loss: of thousands of keys
+    # they would round more than the error budget allows. Pieces of wide keys are longer, since each takes registers.
+    EXACT: tl.constexpr = TYPE == tl.float32
+    PIECE: tl.constexpr = 16 if BLOCK_D + BLOCK_D_TAIL <= 256 else 32
+    TAIL_PIECE: tl.constexpr = min(PIECE, BLOCK_D_TAIL) if BLOCK_D_TAIL else PIECE
     # float16 weights are 2^WEIGHT_BITS times as large as they are, and so is their sum: those of far smaller ones that
     # bfloat16 would keep would vanish.
     WEIGHT_BITS: tl.constexpr = 14 if QUANTIZED and TYPE == tl.float16 else 0
@@ -406,12 +482,16 @@ def split_decode_kernel(
             + q_token.to(tl.int64) * stride_q_token
             + head.to(tl.int64) * stride_q_head
         )
-        q = tl.load(
-            row_pointers(q_ptr, q_offset, offs_d, Q_VECTOR),
-            mask=row_live[:, None] & (offs_d < HEAD_DIM)[None, :],
-            other=0.0,
-        )
-        if BLOCK_D_TAIL:
+        if EXACT:
+            q = load_pieces(q_ptr, q_offset, row_live, 0, BLOCK_D, HEAD_DIM, PIECE, Q_VECTOR)
+            q_tail = load_pieces(q_ptr, q_offset, row_live, BLOCK_D, BLOCK_D_TAIL, HEAD_DIM, TAIL_PIECE, Q_VECTOR)
+        else:
+            q = tl.load(
+                row_pointers(q_ptr, q_offset, offs_d, Q_VECTOR),
+                mask=row_live[:, None] & (offs_d < HEAD_DIM)[None, :],
+                other=0.0,
+            )
+        if BLOCK_D_TAIL and not EXACT:
             offs_d_tail = BLOCK_D + tl.arange(0, BLOCK_D_TAIL)
             q_tail = tl.load(
                 row_pointers(q_ptr, q_offset, offs_d_tail, Q_VECTOR),
@@ -420,7 +500,7 @@ def split_decode_kernel(
             )
             if WIDE_PRODUCTS:
                 q_tail = q_tail.to(tl.float32)
-        if WIDE_PRODUCTS:
+        if WIDE_PRODUCTS and not EXACT:
             q = q.to(tl.float32)
         if FIT_Q:
             q_top = finite_top(q)
@@ -496,6 +576,14 @@ def split_decode_kernel(
             acc_tail = tl.zeros([BLOCK_M, BLOCK_DV_TAIL // PER_V], tl.float32)
             if PAIRS:
                 acc_tail_odd = tl.zeros([BLOCK_M, BLOCK_DV_TAIL // PER_V], tl.float32)
+        if EXACT:
+            acc_lost = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+            if BLOCK_DV_TAIL:
+                tail_lost = tl.zeros([BLOCK_M, BLOCK_DV_TAIL], tl.float32)
+            if ROW_SUMS:
+                row_lost = tl.zeros([BLOCK_M], tl.float32)
+            else:
+                columns_lost = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         # Without a per-row mask or an unbounded bias, every row of a block that has a key sees one.
         ROW_MASK: tl.constexpr = FIRST_KEYS or (MULTI_TOKEN and (RIGHT_BOUND or HAS_WINDOW or tree_ptr is not None))
         # Keys of seen_from…seen_to are seen by every row that is live: blocks within them need no mask.
@@ -622,21 +710,30 @@ def split_decode_kernel(
                 if WHOLE_PAGES:
                     k = tl.load(rows_moved(k_page_0, page_offset, k_ptr, KV_VECTOR), mask=k_mask, other=0.0)
                     v = tl.load(rows_moved(v_page_0, page_offset, v_ptr, KV_VECTOR), mask=v_mask, other=0.0)
-                else:
+                elif not EXACT:
                     k = tl.load(row_pointers(k_rows, k_offset, offs_k, KV_VECTOR // PER_K), mask=k_mask, other=0.0)
                     if TALL:
                         v = tl.load(row_pointers(v_base, v_offset, offs_v, KV_VECTOR // PER_V), mask=v_mask, other=0.0)
                 if K_PAIRS:
                     k, k_odd = decode_pairs(k, KV_FORMAT)
-                else:
+                elif not EXACT:
                     k = decoded(k, KV_FORMAT, TYPE, NATIVE)
-                if WIDE_PRODUCTS:
+                if WIDE_PRODUCTS and not EXACT:
                     k = k.to(tl.float32)
-                if not (APART and BLOCK_D_TAIL):
+                if EXACT:
+                    scores = add_products(
+                        tl.zeros([BLOCK_M, BLOCK_N], tl.float32), q, k_rows, k_offset, in_part, 0, BLOCK_D, HEAD_DIM,
+                        PIECE, KV_VECTOR, KV_FORMAT, NATIVE,
+                    )  # fmt: skip
+                    scores = add_products(
+                        scores, q_tail, k_rows, k_offset, in_part, BLOCK_D, BLOCK_D_TAIL, HEAD_DIM, TAIL_PIECE,
+                        KV_VECTOR, KV_FORMAT, NATIVE,
+                    )  # fmt: skip
+                elif not (APART and BLOCK_D_TAIL):
                     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
                 if K_PAIRS:
                     scores = tl.dot(q_odd, tl.trans(k_odd), scores)
-                if BLOCK_D_TAIL:
+                if BLOCK_D_TAIL and not EXACT:
                     k_tail = tl.load(
                         row_pointers(k_rows, k_offset, offs_k_tail, KV_VECTOR // PER_K),
                         mask=in_part[:, None] & (offs_k_tail < HEAD_DIM // PER_K)[None, :],
@@ -651,10 +748,6 @@ def split_decode_kernel(
                         k_tail = k_tail.to(tl.float32)
                     if APART:
                         scores = tl.dot(q, tl.trans(k), tl.dot(q_tail, tl.trans(k_tail)))
-                    elif TYPE == tl.float32:
-                        # A sum of its own: ordinary instructions add one product after another, and over all of a wide
-                        # key that rounds more than the error budget allows.
-                        scores += tl.dot(q_tail, tl.trans(k_tail), input_precision="ieee")
                     else:
                         scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
                 if not FOLD:
@@ -727,12 +820,22 @@ def split_decode_kernel(
                     probs = tl.exp2(scores * score_scale - shift[:, None])
                 else:
                     probs = tl.exp2(scores - shift[:, None])
-                if ROW_SUMS:
+                if EXACT and ROW_SUMS:
+                    row_sum, row_lost = add_exactly(row_sum * decay, row_lost * decay, tl.sum(probs, 1))
+                elif EXACT:
+                    column_sums, columns_lost = add_exactly(
+                        column_sums * decay[:, None], columns_lost * decay[:, None], probs
+                    )
+                elif ROW_SUMS:
                     row_sum = row_sum * decay + tl.sum(probs, 1)
                 else:
                     column_sums = column_sums * decay[:, None] + probs
                 row_max = new_max
-                if LATENT:
+                if LATENT and EXACT:
+                    # Keys came in pieces.
+                    v = tl.load(row_pointers(k_rows, k_offset, offs_v, KV_VECTOR), mask=v_mask, other=0.0)
+                    v = decoded(v, KV_FORMAT, TYPE, NATIVE)
+                elif LATENT:
                     v = k
                     if PAIRS:
                         v_odd = k_odd
@@ -765,7 +868,11 @@ def split_decode_kernel(
                 if WIDE_PRODUCTS:
                     weights = weights.to(tl.float32)
                     v = v.to(tl.float32)
-                acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
+                if EXACT:
+                    weighed = tl.dot(weights, v, input_precision="ieee")
+                    acc, acc_lost = add_exactly(acc * decay[:, None], acc_lost * decay[:, None], weighed)
+                else:
+                    acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
                 if PAIRS:
                     acc_odd = tl.dot(weights, v_odd, acc_odd * decay[:, None])
                 if BLOCK_DV_TAIL:
@@ -784,7 +891,13 @@ def split_decode_kernel(
                             v_tail_odd = tl.where(wanted[:, None], v_tail_odd, 0.0)
                     if WIDE_PRODUCTS:
                         v_tail = v_tail.to(tl.float32)
-                    acc_tail = tl.dot(weights, v_tail, acc_tail * decay[:, None], input_precision="ieee")
+                    if EXACT:
+                        weighed = tl.dot(weights, v_tail, input_precision="ieee")
+                        acc_tail, tail_lost = add_exactly(
+                            acc_tail * decay[:, None], tail_lost * decay[:, None], weighed
+                        )
+                    else:
+                        acc_tail = tl.dot(weights, v_tail, acc_tail * decay[:, None], input_precision="ieee")
                     if PAIRS:
                         acc_tail_odd = tl.dot(weights, v_tail_odd, acc_tail_odd * decay[:, None])
 
@@ -792,6 +905,14 @@ def split_decode_kernel(
             acc = tl.interleave(acc, acc_odd)
             if BLOCK_DV_TAIL:
                 acc_tail = tl.interleave(acc_tail, acc_tail_odd)
+        if EXACT:
+            acc = settled(acc, acc_lost)
+            if BLOCK_DV_TAIL:
+                acc_tail = settled(acc_tail, tail_lost)
+            if ROW_SUMS:
+                row_sum = settled(row_sum, row_lost)
+            else:
+                column_sums = settled(column_sums, columns_lost)
         # Leave the result, or a partial for the merge.
         if not ROW_SUMS:
             row_sum = tl.sum(column_sums, 1)
