@@ -95,10 +95,8 @@ def test_partials_take_17_megabytes_at_128_requests_of_64_heads():
         (128, None, 64),
         (1, 9, 64),
         (15, 68, 64),
-        (16, 64, 128),
-        (4, 255, 64),
-        (4, 256, 128),
-        (128, 9, 128),
+        (4, 4096, 64),
+        (128, 9, 64),
     ],
 )
 def test_default_tile_rows(group_size, max_total_q, rows):
