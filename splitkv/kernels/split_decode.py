@@ -668,7 +668,7 @@ def split_decode_kernel(
                     page_offset = wide_product(page, within(page_bytes, block, TALL))
                     next_entries = entries + (block + BLOCK_N - first).to(tl.uint32) // PAGE_SIZE
                     if phase + 1 < PHASES:
-                        page = tl.load(next_entries, mask=block + BLOCK_N < last_block)
+                        page = tl.load(next_entries, mask=block + BLOCK_N + 0 * offs_n < last_block)
                     else:
                         page = tl.load(next_entries, mask=key + BLOCK_N < high, other=0)
                 elif BY_PAGE:
