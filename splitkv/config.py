@@ -109,7 +109,9 @@ class WorkspaceConfig:
         max_splits: Partial tiles that the workspace holds. None: 2048, or fewer so that partials stay within
             64·10⁶ bytes; with split_tokens, as many as every request's max_parts can need.
         q_tile_rows: Capacity of one query tile in rows (query tokens times heads of a group), a power of two in 16…128.
-            None: the group size rounded up to a power of two, in 16…64; 64 where max_total_q > max_batch_size.
+            None: the group size rounded up to a power of two, in 16…64; 64 where max_total_q > max_batch_size, and 128
+            where requests have query tokens for as many rows on average (max_total_q · group ≥ 128 · max_batch_size).
+            With 64, calls whose requests all fill 128 rows take tiles of 128, unless their parts are fixed.
         split_tokens: Fixed split size in tokens. With it, a row's bits depend on its own request alone
             (batch invariance). None: splits follow the number of programs that the GPU keeps in flight.
         max_parts: With split_tokens, most parts of one tile; longer sequences get parts of a multiple of split_tokens.
@@ -153,6 +155,8 @@ class WorkspaceConfig:
         rows = min(64, max(MIN_TILE_ROWS, next_power_of_2(self.group_size)))
         if self.max_total_q > self.max_batch_size:
             rows = 64
+            if self.max_total_q * self.group_size >= MAX_TILE_ROWS * self.max_batch_size:
+                rows = MAX_TILE_ROWS
         default("q_tile_rows", rows)
         require_int("q_tile_rows", self.q_tile_rows, MIN_TILE_ROWS, MAX_TILE_ROWS)
         if self.q_tile_rows != next_power_of_2(self.q_tile_rows):

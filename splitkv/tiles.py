@@ -136,16 +136,12 @@ class Tiles:
             raise ValueError(f"tile_cost: expected a multiple of 8, given {self.tile_cost}")
 
 
-# Tiles of many rows over 16-bit keys and values of up to 128 columns (more than 64), by architecture. They are bound by
+# Tiles of 128 rows over 16-bit keys and values of up to 128 columns (more than 64), by architecture. They are bound by
 # arithmetic and by what follows each product; where others are measured to be faster, this is the line to change.
-# Of two programs of 64 rows one multiplies while the other, not in step with it, is at its softmax.
-TALL = {
-    ("cuda:90", 64): Tiles(block_n=64, num_warps=4, num_stages=2, programs_per_sm=2, min_chunk=64, tile_cost=128),
-    ("cuda:90", 128): Tiles(block_n=64, num_warps=8, num_stages=3, programs_per_sm=1, min_chunk=64, tile_cost=128),
-}
+TALL = {"cuda:90": Tiles(block_n=64, num_warps=8, num_stages=3, programs_per_sm=1, min_chunk=64, tile_cost=128)}
 # The same where programs of low tiles, which are bound by memory, run beside them: these find 128 registers per thread.
 TALL_BESIDE = {
-    ("cuda:90", 128): Tiles(
+    "cuda:90": Tiles(
         block_n=64, num_warps=8, num_stages=3, programs_per_sm=1, min_chunk=64, tile_cost=128, max_registers=192
     )
 }
@@ -438,9 +434,8 @@ def choose(
             f"({least} bytes)"
         )
     plain = aligned and dtype.itemsize == 2 and not latent and not _quantized(kv_dtype)
-    measured = (TALL_BESIDE if beside else TALL).get((target.arch, rows))
-    if measured is not None and 64 < wide <= 128 and plain:
-        return measured
+    if rows == 128 and 64 < wide <= 128 and plain and target.arch in TALL:
+        return (TALL_BESIDE if beside else TALL)[target.arch]
     block_n, num_stages, needed = fitting[0]
     # Products in float32 keep operands in registers, where those of tensor cores read shared memory.
     heavy = 64 * 64 if _without_tensor_cores(target, dtype) else 64 * 256

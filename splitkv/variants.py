@@ -14,7 +14,7 @@ from splitkv.schedule import BALANCED, FIXED_PARTS, FIXED_TOKENS
 from splitkv.tiles_io import TileTable
 
 ALIGNED_BYTES = 16  # rows that are aligned to it are copied in pieces of it
-TALL_ROWS = 128  # of tiles that hold query tokens of many requests
+TALL_ROWS = 128  # of tiles that hold many query tokens, of one request or of many
 MERGED_TOKENS = 8  # that one program of the merge looks at, where it has something to do for few of them
 
 
@@ -177,7 +177,10 @@ class CallForm:
         """Rows of a query tile."""
         rows = self.config.q_tile_rows
         if self.q_len is not None:
-            rows = min(rows, max(16, next_power_of_2(self.q_len * self.group_size)))
+            needed = self.q_len * self.group_size
+            if rows == TALL_ROWS // 2 and needed >= TALL_ROWS and not self.fixed:
+                rows = TALL_ROWS  # half as many reads of keys, which is what chunks are bound by
+            rows = min(rows, max(16, next_power_of_2(needed)))
         return tile_sizes.fit_rows(
             self.target,
             self.config.dtype,

@@ -95,8 +95,10 @@ def test_partials_take_17_megabytes_at_128_requests_of_64_heads():
         (128, None, 64),
         (1, 9, 64),
         (15, 68, 64),
-        (4, 4096, 64),
-        (128, 9, 64),
+        (16, 64, 128),
+        (4, 255, 64),
+        (4, 256, 128),
+        (128, 9, 128),
     ],
 )
 def test_default_tile_rows(group_size, max_total_q, rows):
