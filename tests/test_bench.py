@@ -396,13 +396,14 @@ def _latent_peer(made: Any) -> tuple[Any, torch.Tensor]:
 def test_chunks_are_given_larger_tiles(device: torch.device) -> None:
     small, session = run.dry_session(cells.select(["extend-512"]), device)
     rows = []
-    for q_len, most in ((4, None), (31, None), (32, None), (32, 128)):
+    for q_len in (4, 31, 32):
         cell = dataclasses.replace(small[0], q_len=q_len)
         made = session.problem(cell)
-        workspace = session.workspace(cell, q_tile_rows=most)
+        workspace = session.workspace(cell, q_tile_rows=64)
         plan = splitkv.api.plan_decode(made.q, made.views[0], workspace, num_splits=None)
-        rows.append(plan.launches[0].constants["BLOCK_M"])
-    assert rows == [16, 64, 64, 128]
+        fixed = splitkv.api.plan_decode(made.q, made.views[0], workspace, num_splits=1)
+        rows.append((plan.launches[0].constants["BLOCK_M"], fixed.launches[0].constants["BLOCK_M"]))
+    assert rows == [(16, 16), (64, 64), (128, 64)]
 
 
 @pytest.mark.parametrize(

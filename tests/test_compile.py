@@ -399,7 +399,7 @@ def test_choices_measured_on_hopper_stay() -> None:
         many = tiles.choose(target, dtype, 128, 128, 16)
         assert few == tiles.Tiles(64, 4, 3, 2, 64, tile_cost=128)
         assert many == tiles.Tiles(32, 4, 3, 4, 32, tile_cost=64, max_registers=128)
-        assert tiles.choose(target, dtype, 128, 128, 64) == tiles.Tiles(64, 4, 2, 2, 64, tile_cost=128)
+        assert tiles.choose(target, dtype, 128, 128, 64) == tiles.Tiles(64, 4, 3, 2, 64, tile_cost=128)
 
 
 # The table.

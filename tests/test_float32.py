@@ -68,3 +68,38 @@ def test_products_of_wide_keys_round_less_than_their_terms_sum(head_dim, latent,
     rounded = (lse.double() - terms.sum(dim=-1)) / (terms.abs().sum(dim=-1) * torch.finfo(torch.float32).eps / 2)
     share = float(rounded.square().mean().sqrt())
     assert share <= 0.8, f"{share:.2f} roundings of the terms' sum"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"),
+    [
+        (256, 16),
+        (576, 16),
+        (272, 16),
+        (300, 17),
+        (576, 40),
+        (320, 320),
+        (257, 1),
+        (128, 16),
+        (129, 100),
+        (17, 1),
+        (1, 1),
+    ],
+)
+@pytest.mark.parametrize("kv_format", ["plain", "float8"])
+@pytest.mark.parametrize("latent", [True, False], ids=["latent", "apart"])
+def test_pieces_of_a_key_are_all_of_it_once(head_dim, head_dim_v, kv_format, latent):
+    """Blocks that are narrower than a piece of other keys, beside tails that are wider; scores count the columns."""
+    dtype = torch.float8_e4m3fn if kv_format == "float8" else torch.float32
+    q = torch.ones(1, 2, head_dim, device=DEVICE)
+    k = torch.ones(1, 16, head_dim, device=DEVICE).to(dtype)
+    if latent:
+        table, lens = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), ints([3])
+        scale = 1.0 if kv_format == "float8" else None
+        kv: splitkv.kv.KVView = splitkv.LatentKV(k, table, lens, head_dim_v=head_dim_v, scale=scale)
+    else:
+        scale = 1.0 if kv_format == "float8" else None
+        kv = splitkv.ContiguousKV(k[:, :, None], k[:, :, None, :head_dim_v], ints([3]), k_scale=scale, v_scale=scale)
+    out, lse = splitkv.decode_with_lse(q, kv, workspace(1, 2, head_dim, head_dim_v), sm_scale=1.0)
+    torch.testing.assert_close(out, torch.ones_like(out))
+    torch.testing.assert_close(lse, torch.full_like(lse, head_dim + math.log(3)))

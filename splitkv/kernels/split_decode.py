@@ -373,7 +373,8 @@ def split_decode_kernel(
     # Sums of float32 products in pieces, see add_products, and over blocks of keys without loss: of thousands of keys
     # they would round more than the error budget allows. Pieces of wide keys are longer, since each takes registers.
     EXACT: tl.constexpr = TYPE == tl.float32
-    PIECE: tl.constexpr = 16 if BLOCK_D + BLOCK_D_TAIL <= 256 else 32
+    # None is wider than the block that it is of: a tail may be far wider than that.
+    PIECE: tl.constexpr = min(16 if BLOCK_D + BLOCK_D_TAIL <= 256 else 32, BLOCK_D)
     TAIL_PIECE: tl.constexpr = min(PIECE, BLOCK_D_TAIL) if BLOCK_D_TAIL else PIECE
     # float16 weights are 2^WEIGHT_BITS times as large as they are, and so is their sum: those of far smaller ones that
     # bfloat16 would keep would vanish.
