@@ -103,6 +103,8 @@ ELEMENTS = 1 << 21
 """Most numbers of a cache, so that drawing them does not take longer than all else."""
 
 TELL_EVERY = 10.0
+KEPT_BYTES = 2**31  # of a GPU's memory that one of many processes keeps between two problems
+TRIES = 4  # of a problem for which other processes left no memory
 """Seconds after which a run says again how far it is."""
 
 
@@ -494,7 +496,7 @@ def run(
         for seed in report.in_time(seeds, seconds, tell):
             ratios = None
             try:
-                ratios = check(seed, device, small)
+                ratios = patiently(check, seed, device, small)
             except Exception as error:
                 report.failures.append((seed, describe(seed, " --small" if small else "", error)))
                 print(report.failures[-1][1], file=sys.stderr, flush=True)
@@ -503,6 +505,23 @@ def run(
                 report.unchecked = len(seeds) - report.problems
                 break
     return report
+
+
+def patiently(check: Callable[..., Any], seed: int, device: torch.device, small: bool, pause: float = 2.0) -> Any:
+    """Check a seed, and again after a pause where other processes had taken all of the GPU's memory."""
+    tries = 0
+    while True:
+        tries += 1
+        try:
+            return check(seed, device, small)
+        except RuntimeError as error:  # PyTorch's, or of a kernel that finds no room to be loaded
+            if tries == TRIES or "out of memory" not in str(error):
+                raise
+        finally:
+            # What one problem leaves cached would be missing to the others.
+            if device.type == "cuda" and torch.cuda.memory_reserved(device) > KEPT_BYTES:
+                torch.cuda.empty_cache()
+        time.sleep(pause)
 
 
 def answers(device: torch.device) -> bool:

@@ -199,3 +199,29 @@ def test_a_process_that_dies_is_a_failure(monkeypatch):
 def _dies(tasks, results, current, device_index, small):
     current.value = tasks.get(timeout=60)[0]
     os._exit(3)
+
+
+@pytest.mark.parametrize(("refusals", "held"), [(3, True), (4, False)])
+def test_a_problem_waits_for_memory_that_others_hold(refusals, held):
+    asked = []
+
+    def check(*arguments):
+        asked.append(arguments)
+        if len(asked) <= refusals:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return "held"
+
+    if held:
+        assert fuzz.patiently(check, 5, DEVICE, SMALL, pause=0.0) == "held"
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            fuzz.patiently(check, 5, DEVICE, SMALL, pause=0.0)
+    assert asked == [(5, DEVICE, SMALL)] * (refusals + held)
+
+
+def test_other_errors_do_not_wait():
+    def check(*_):
+        raise RuntimeError("illegal memory access")
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        fuzz.patiently(check, 5, DEVICE, SMALL, pause=math.inf)
