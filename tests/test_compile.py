@@ -35,8 +35,8 @@ SHARED_TREE_SPILLED = 128
 """Likewise of a tree in a call over shared keys, under Triton 3.9."""
 WIDE_ON_RDNA_SPILLED = 1024
 """Registers on gfx11, whose 256 per lane hold no tile of wider rows than 128, nor of converted ones."""
-SHARED_SPILLED = 320
-"""Likewise of tall tiles over shared keys, which leave registers to the programs beside them, around the loop alone."""
+AROUND_LOOPS_SPILLED = 320
+"""Likewise of tall tiles, around the loop alone; over shared keys they leave registers to the programs beside them."""
 FEW_SPILLED = 16
 """Likewise in plain decode, there outside the loop over keys, and in the other kernels."""
 
@@ -109,8 +109,8 @@ def faults(case: Case, used: Used) -> list[str]:
     if needed > limit or warps > gpu.max_warps:
         found.append(f"{used.programs} programs need {needed} registers, of {limit}, and {warps} warps")
     most = SHARED_TREE_SPILLED if {"shared", "tree"} <= set(case.rules) else SPILLED
-    if "shared" in case.rules and used.rows == 128 and not used.spills_in_loop:
-        most = SHARED_SPILLED
+    if used.rows >= 64 and not case.latent and not used.spills_in_loop:
+        most = max(most, AROUND_LOOPS_SPILLED)
     most = most // 4 if gpu.amd else most
     if target.rdna and (case.head_dim > 128 or case.cache or used.rows > 16):
         most = WIDE_ON_RDNA_SPILLED
