@@ -1116,7 +1116,7 @@ def view_of(buffer: Tensor, name: str, shape: tuple[int, ...] | torch.Size) -> T
     if needed > buffer.numel():
         raise ValueError(
             f"workspace: expected {name} of at least {needed} elements for {checks.shape_text(shape)}, "
-            f"given {buffer.numel()} ({checks.shape_text(buffer.shape)})"
+            f"given {buffer.numel()} ({checks.shape_text(buffer.shape)}): a larger max_total_q in its config makes room"
         )
     return buffer.view(-1)[:needed].view(shape)
 

@@ -2,14 +2,17 @@
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import splitkv
 from splitkv.integrations.engine import Engine, Request
 from splitkv.integrations.llama import Llama
 
@@ -239,3 +242,57 @@ def test_sampling_in_a_graph_draws_anew_each_time(device: torch.device) -> None:
     engine = Engine(random_llama(device), max_len=64, num_pages=64, page_size=4, max_batch_size=4, max_tokens=8)
     answers = engine.generate([Request(list(PROMPTS[0]), 30, temperature=2.0) for _ in range(4)])
     assert len({tuple(answer) for answer in answers}) == 4
+
+
+@pytest.mark.parametrize("split_tokens", [16, None])
+def test_steps_have_one_form_where_parts_are_fixed(monkeypatch, split_tokens):
+    """Bits of attention may depend on whether a call is ragged, so that with fixed parts decode steps are as others."""
+    forms = []
+    decode = splitkv.decode
+
+    def noted(*arguments, qo_indptr=None, **more):
+        forms.append(qo_indptr is not None)
+        return decode(*arguments, qo_indptr=qo_indptr, **more)
+
+    model = random_llama(torch.device("cpu"))
+    engine = Engine(model, max_len=64, num_pages=32, page_size=4, max_batch_size=4, burst=2, split_tokens=split_tokens)
+    monkeypatch.setattr(splitkv, "decode", noted)
+    answers = engine.generate([Request(list(prompt), 5) for prompt in PROMPTS[:3]])
+    assert answers == [dense_answer(model, prompt, 5) for prompt in PROMPTS[:3]]
+    assert all(forms) if split_tokens else not all(forms)
+
+
+def test_a_request_goes_on_where_it_stopped_and_is_refused_where_it_cannot():
+    model = random_llama(torch.device("cpu"))
+    engine = Engine(model, max_len=64, num_pages=32, page_size=4, max_batch_size=4, burst=2)
+    request = Request(list(PROMPTS[0]), 3)
+    engine.generate([request])
+    engine.generate([Request(list(PROMPTS[1]), 5)])  # takes its pages
+    with pytest.raises(ValueError, match=r"^request: expected one that is neither finished nor queued"):
+        engine.submit(request)
+    request.max_new_tokens = 6
+    assert engine.generate([request, request]) == [dense_answer(model, PROMPTS[0], 6)] * 2
+    queued = engine.submit(Request([5], 1))
+    with pytest.raises(ValueError, match=r"^request: expected one that is neither finished nor queued"):
+        engine.submit(queued)
+    good, bad = Request([1, 2], 2), Request([1, VOCABULARY], 2)
+    with pytest.raises(ValueError, match=rf"^request: expected tokens of 0…{VOCABULARY - 1}, given 1…{VOCABULARY}"):
+        engine.generate([good, bad])
+    assert engine.generate([good]) == [dense_answer(model, [1, 2], 2)] and queued.finished and not engine.busy
+
+
+@pytest.mark.parametrize("name", ["max_len", "num_pages", "page_size", "max_batch_size", "burst", "split_tokens"])
+@pytest.mark.parametrize("value", [0, -1, 2.5])
+def test_sizes_of_an_engine(name, value):
+    sizes = dict(max_len=64, num_pages=32, page_size=4, max_batch_size=4, burst=2) | {name: value}
+    with pytest.raises(ValueError, match=rf"^{name}: expected an integer ≥ 1, given {re.escape(str(value))}$"):
+        Engine(random_llama(torch.device("cpu")), **sizes)
+
+
+@pytest.mark.parametrize("fault", ["head", "rope", "bias"])
+def test_models_that_the_engine_would_get_wrong_are_refused(fault):
+    config = SimpleNamespace(model_type="llama", attention_bias=fault == "bias", mlp_bias=False, hidden_act="silu")
+    inner = SimpleNamespace(rotary_emb=SimpleNamespace(rope_type="dynamic" if fault == "rope" else "default"))
+    model = SimpleNamespace(config=config, model=inner, lm_head=None if fault == "head" else object())
+    with pytest.raises(ValueError, match=r"^model: expected (a Llama|rotary)"):
+        Llama.from_transformers(model, 64)

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 import splitkv
 from splitkv import reference
+from splitkv.api import plan_decode
 from splitkv.config import cdiv
+from splitkv.schedule import Partition, Request
 from splitkv.testing import (
     Expected,
     Guarded,
@@ -168,6 +170,25 @@ def test_chunks_in_tall_tiles(rows, mask, window_left, num_splits):
     )  # fmt: skip
     result = attend(problem)
     problem.expected().check(result.out, result.lse, problem)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_tokens_past_the_last_whole_group_of_a_merge_are_merged(ragged):
+    """Where most tiles are whole a program of the merge looks at several tokens; here the last one's tile is cut."""
+    lens, q_len = (70, 70, 900), 67
+    problem = make_problem(
+        6, device=DEVICE, dtype=torch.float16, cache=None, kind="paged", page_size=16, layout="NHD", lens=lens,
+        kv_strides="contiguous", query="ragged" if ragged else "several", q_len=q_len, q_lens=[q_len] * 3,
+        num_kv_heads=88 if COMPILED else 5, group_size=2, head_dim=16, head_dim_v=None, mask="full", window_left=None,
+        q_tile_rows=128, num_splits=None, split_tokens=None, max_splits=None, kv_start=False, clamped=False, front=0,
+        spare=0,
+    )  # fmt: skip
+    result = attend(problem)
+    problem.expected().check(result.out, result.lse, problem)
+    split, merge = plan_decode(problem.q, problem.kv, problem.workspace(), num_splits=None, **problem.rules).launches
+    partition = Partition.of_launch(split.operands, split.constants)
+    assert merge.constants["TOKENS"] > 1 and 3 * q_len % merge.constants["TOKENS"] == 1
+    assert partition.merged_slots(2, 1, [Request(n, q_len) for n in lens])
 
 
 @pytest.mark.parametrize("q_len", [1, 33])

@@ -31,7 +31,7 @@ those of FlashAttention 3 (module flash_attn_interface):
 | window_size | 2, 3 | honoured; a right side within a request's query tokens takes a small mask, made per call |
 | attention_chunk | 3 | refused |
 | softcap | 2, 3 | honoured |
-| alibi_slopes | 2 | honoured: [heads], or [batch, heads] where all requests share one row |
+| alibi_slopes | 2 | honoured: [heads], or [batch, heads] of one row; 2's causal LSE lacks a constant per row |
 | scheduler_metadata | 3 | refused: nothing is planned |
 | num_splits | 2, 3 | honoured; 0 balances over the GPU by the lengths on the device |
 | pack_gqa | 3 | refused where False: the query heads of a KV head are always packed |

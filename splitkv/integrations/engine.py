@@ -68,7 +68,7 @@ class Engine:
         burst: Most decode steps between two looks at what was generated. Requests that stop in between have computed
             in vain, and new ones wait as long.
         split_tokens: Cut every request into parts of as many tokens, so that what attention answers it does not depend
-            on the others in its step; None: as fills the GPU best.
+            on the others in its step (nor on whether it is ragged: all are then); None: as fills the GPU best.
         compile: Fuse what lies between two attention calls by torch.compile.
     """
 
@@ -85,13 +85,18 @@ class Engine:
         split_tokens: int | None = None,
         compile: bool = False,
     ) -> None:
+        sizes = dict(max_len=max_len, num_pages=num_pages, page_size=page_size, max_batch_size=max_batch_size)
+        sizes |= dict(burst=burst, split_tokens=1 if split_tokens is None else split_tokens)
+        for name, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}: expected an integer ≥ 1, given {size!r}")
         if max_tokens < max_batch_size:
             raise ValueError(f"max_tokens: expected at least {max_batch_size} (max_batch_size), given {max_tokens}")
         if max_len > model.cos.shape[0]:
             raise ValueError(f"max_len: expected at most {model.cos.shape[0]} (the model's positions), given {max_len}")
         self.model, self.max_len, self.max_batch_size, self.burst = model, max_len, max_batch_size, burst
         device, heads, width = model.device, (model.num_q_heads, model.num_kv_heads), model.head_dim
-        self.max_tokens, self.on_gpu = max_tokens, device.type == "cuda"
+        self.max_tokens, self.on_gpu, self.invariant = max_tokens, device.type == "cuda", split_tokens is not None
         self.before, self.after = model.before, model.after
         if compile:
             self.before, self.after = torch.compile(model.before), torch.compile(model.after)
@@ -126,11 +131,8 @@ class Engine:
         """Hidden states of this step's tokens; all sizes come from the host, all values from the device."""
         state, model = self.state, self.model
         position_ids, slots = state.position_ids[:tokens], state.out_cache_loc[:tokens]
-        x, cos, sin = (
-            model.embedding[state.input_ids[:tokens]],
-            model.cos[position_ids, None],
-            model.sin[position_ids, None],
-        )
+        x = model.embedding[state.input_ids[:tokens]]
+        cos, sin = model.cos[position_ids, None], model.sin[position_ids, None]
         for weights, kv in zip(model.layers, self.kvs, strict=True):
             q, k, v = self.before(weights, x, cos, sin)
             splitkv.append_kv(k, v, kv, slots)
@@ -152,7 +154,7 @@ class Engine:
     def _decode_step(self, batch: int, greedy: bool) -> None:
         """One token for every request, and the state of the next step."""
         self.schedule.update(self.kvs[0])  # all layers have the same lengths
-        self._sample(self._layers(batch, None), greedy)
+        self._sample(self._layers(batch, self.state.qo_indptr[: batch + 1] if self.invariant else None), greedy)
         self.state.fill_input_ids_from_device(self.sampled[:batch])
         self.state.advance()
 
@@ -177,8 +179,15 @@ class Engine:
         """Queue a request, and return it.
 
         Raises:
-            ValueError: an empty prompt, or one that with its answer is longer than max_len or the whole cache.
+            ValueError: an empty prompt, tokens that the model does not know, more than max_len or the whole cache
+                holds with the answer; a request that is finished, or queued already.
         """
+        self._check(request)
+        request.cached = 0  # what it had in a cache is another's by now
+        self.waiting.append(request)
+        return request
+
+    def _check(self, request: Request) -> None:
         longest = min(self.max_len, self.pool.num_pages * self.pool.page_size)
         needed = len(request.prompt) + request.max_new_tokens
         if not request.prompt or request.max_new_tokens < 1 or needed > longest:
@@ -186,12 +195,19 @@ class Engine:
                 f"request: expected a prompt and an answer of at least a token each and at most {longest} in all, "
                 f"given {len(request.prompt)} and {request.max_new_tokens}"
             )
-        self.waiting.append(request)
-        return request
+        vocabulary, tokens = self.model.embedding.shape[0], request.prompt + request.generated
+        if not all(0 <= token < vocabulary for token in tokens):
+            raise ValueError(f"request: expected tokens of 0…{vocabulary - 1}, given {min(tokens)}…{max(tokens)}")
+        if request.finished or request in [*self.waiting, *self.running]:
+            raise ValueError("request: expected one that is neither finished nor queued already")
 
     def generate(self, requests: Iterable[Request]) -> list[list[int]]:
         """Run these requests, and all others, to their ends; the answers."""
-        submitted = [self.submit(request) for request in requests]
+        submitted = list(requests)
+        for request in submitted:
+            self._check(request)  # all of them before any is queued
+        for request in dict.fromkeys(submitted):
+            self.submit(request)
         while self.busy:
             self.step()
         return [request.generated for request in submitted]

@@ -56,13 +56,19 @@ class Llama:
             max_len: Positions to prepare the rotary embedding for.
 
         Raises:
-            ValueError: another architecture, or linear layers with a bias.
+            ValueError: another architecture, linear layers with a bias, no head that tells tokens, or rotary
+                embeddings that change with the length.
         """
         config = model.config
         if config.model_type != "llama" or config.attention_bias or config.mlp_bias or config.hidden_act != "silu":
             raise ValueError(
                 f"model: expected a Llama without biases, given {config.model_type} ({type(model).__name__})"
             )
+        if getattr(model, "lm_head", None) is None or getattr(model, "model", None) is None:
+            raise ValueError(f"model: expected a LlamaForCausalLM, given {type(model).__name__}")
+        rope = getattr(model.model.rotary_emb, "rope_type", "default")
+        if rope in ("dynamic", "longrope"):
+            raise ValueError(f"model: expected rotary embeddings that do not change with the length, given {rope!r}")
         position_ids = torch.arange(max_len, device=model.device)[None]
         cos, sin = model.model.rotary_emb(model.get_input_embeddings().weight.float()[:1], position_ids)
         weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
