@@ -47,7 +47,7 @@ types: setup
 
 # Tests marked gpu skip without one. Compile checks and notebooks are among the tests.
 unit: setup
-	$(PY) -m pytest -n $(JOBS) --dist worksteal --timeout 600 $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist worksteal --timeout 600 --durations 12 $(PYTEST_ARGS)
 
 # One process: the GPU is not shared, and a failing kernel takes no other test with it unseen.
 test-gpu: setup
