@@ -108,7 +108,6 @@ def test_engine_generates_the_same_tokens(real: Real) -> None:
         page_size=8,
         max_batch_size=3,
         max_tokens=16,
-        split_tokens=MAX_LEN,
     )
     assert engine.generate([Request(prompt, TOKENS) for prompt in real.prompts]) == real.answers
 
