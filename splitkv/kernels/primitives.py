@@ -1,11 +1,12 @@
 """Device functions that kernels share: lengths, work shares, and the log-sum-exp algebra.
 
-The schedule, in one paragraph. A *tile* is BLOCK_M packed query rows of one request and KV head; a request with n query
-tokens has ceil(n · GROUP_SIZE / BLOCK_M) of them per head. Lay all tiles of a head on one axis, request by request,
-each as long as its weight, and cut the axis into equal shares: program p attends share p // num_kv_heads of head
-p % num_kv_heads, so that neighbouring programs read neighbouring heads of the same tokens. A tile that lies in one
-share is finished by its program; one that is cut leaves a partial per share. Every program finds its share by a prefix
-sum over the lengths on the device. `splitkv/schedule.py` holds the same arithmetic in plain Python.
+The schedule, in one paragraph. A *tile* is BLOCK_M packed query rows of one request and KV head; a request with n
+query tokens has ceil(n · GROUP_SIZE / BLOCK_M) of them per head. Lay all tiles of a head on one axis, request by
+request (the causal ones of a request in turn from its beginning and its end, see tile_at), each as long as its
+weight, and cut the axis into equal shares: program p attends share p // num_kv_heads of head p % num_kv_heads, so
+that neighbouring programs read neighbouring heads of the same tokens. A tile that lies in one share is finished by
+its program; one that is cut leaves a partial per share. Every program finds its share by a prefix sum over the
+lengths on the device. `splitkv/schedule.py` holds the same arithmetic in plain Python.
 """
 
 import triton
