@@ -53,46 +53,52 @@ def decoded(raw, FORMAT: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
         return decode_bytes(raw, FORMAT).to(dtype)
 
 
+def _assembly(low: tuple[int, int], high: tuple[int, int]) -> tuple[tl.constexpr, tl.constexpr, tl.constexpr]:
+    """Instructions of NVIDIA's sm_89 and newer by which the bytes of a word become float16, of E4M3, E5M2 and INT8.
+
+    $2 is the word; `low` tells which of its bytes, counted from 0, become the halves of $0, and `high` those of $1.
+    """
+    (a, b), (c, d) = low, high
+    sort = "mov.b32 sorted, $2" if (a, b, c, d) == (0, 1, 2, 3) else f"prmt.b32 sorted, $2, 0, 0x{d}{c}{b}{a}"
+    e4m3 = f"""
+        {{
+        .reg .b32 sorted;
+        .reg .b16 first, second;
+        {sort};
+        mov.b32 {{first, second}}, sorted;
+        cvt.rn.f16x2.e4m3x2 $0, first;
+        cvt.rn.f16x2.e4m3x2 $1, second;
+        }}
+        """
+    e5m2 = f"""
+        prmt.b32 $0, $2, 0, 0x{b}4{a}4;
+        prmt.b32 $1, $2, 0, 0x{d}4{c}4;
+        """
+    # Below the upper byte of 1024 a byte b is the number 1024 + b: 1152 + the integer, if its sign bit was flipped.
+    int8 = f"""
+        {{
+        .reg .b32 shifted, magic, bias;
+        mov.b32 magic, 0x64646464;
+        mov.b32 bias, 0x64806480;
+        xor.b32 shifted, $2, 0x80808080;
+        prmt.b32 $0, shifted, magic, 0x4{b}4{a};
+        prmt.b32 $1, shifted, magic, 0x4{d}4{c};
+        sub.rn.f16x2 $0, $0, bias;
+        sub.rn.f16x2 $1, $1, bias;
+        }}
+        """
+    return tl.constexpr(e4m3), tl.constexpr(e5m2), tl.constexpr(int8)
+
+
+E4M3_IN_TURN, E5M2_IN_TURN, INT8_IN_TURN = _assembly((0, 1), (2, 3))
+E4M3_PAIRS, E5M2_PAIRS, INT8_PAIRS = _assembly((0, 2), (1, 3))
+
+
 @triton.jit
 def decode_bytes_ptx(code, FORMAT: tl.constexpr):
     """As decode_bytes, four at a time by instructions of NVIDIA's sm_89 and newer; the formats that these GPUs have."""
-    if FORMAT == E4M3:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high;
-            mov.b32 {low, high}, $2;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            cvt.rn.f16x2.e4m3x2 $1, high;
-            }
-            """,
-            "=r,=r,r", [code], dtype=tl.float16, is_pure=True, pack=4,
-        )  # fmt: skip
-    elif FORMAT == E5M2:
-        return tl.inline_asm_elementwise(
-            """
-            prmt.b32 $0, $2, 0, 0x1404;
-            prmt.b32 $1, $2, 0, 0x3424;
-            """,
-            "=&r,=r,r", [code], dtype=tl.float16, is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        # Below the upper byte of 1024 a byte b is the number 1024 + b: 1152 + the integer, if its sign bit was flipped.
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 shifted, magic, bias;
-            mov.b32 magic, 0x64646464;
-            mov.b32 bias, 0x64806480;
-            xor.b32 shifted, $2, 0x80808080;
-            prmt.b32 $0, shifted, magic, 0x4140;
-            prmt.b32 $1, shifted, magic, 0x4342;
-            sub.rn.f16x2 $0, $0, bias;
-            sub.rn.f16x2 $1, $1, bias;
-            }
-            """,
-            "=&r,=&r,r", [code], dtype=tl.float16, is_pure=True, pack=4,
-        )  # fmt: skip
+    ASM: tl.constexpr = E4M3_IN_TURN if FORMAT == E4M3 else E5M2_IN_TURN if FORMAT == E5M2 else INT8_IN_TURN
+    return tl.inline_asm_elementwise(ASM, "=&r,=&r,r", [code], dtype=tl.float16, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -102,44 +108,8 @@ def decode_pairs(pairs, FORMAT: tl.constexpr):
     Two bytes of a row go through shared memory together: matrix operands whose rows must be turned for the product
     (those of values) can be loaded so in pieces of 16 bits, but not of 8.
     """
-    if FORMAT == E4M3:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 sorted;
-            .reg .b16 low, high;
-            prmt.b32 sorted, $2, 0, 0x3120;
-            mov.b32 {low, high}, sorted;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            cvt.rn.f16x2.e4m3x2 $1, high;
-            }
-            """,
-            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    elif FORMAT == E5M2:
-        return tl.inline_asm_elementwise(
-            """
-            prmt.b32 $0, $2, 0, 0x2404;
-            and.b32 $1, $2, 0xff00ff00;
-            """,
-            "=&r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 shifted, magic, bias;
-            mov.b32 magic, 0x64646464;
-            mov.b32 bias, 0x64806480;
-            xor.b32 shifted, $2, 0x80808080;
-            prmt.b32 $0, shifted, magic, 0x4240;
-            prmt.b32 $1, shifted, magic, 0x4341;
-            sub.rn.f16x2 $0, $0, bias;
-            sub.rn.f16x2 $1, $1, bias;
-            }
-            """,
-            "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
+    ASM: tl.constexpr = E4M3_PAIRS if FORMAT == E4M3 else E5M2_PAIRS if FORMAT == E5M2 else INT8_PAIRS
+    return tl.inline_asm_elementwise(ASM, "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
 
 
 @triton.jit
