@@ -532,11 +532,14 @@ def test_latent_widths_and_page_sizes(device: torch.device, width: int, width_v:
     problem.expected().check(*problem.decode(problem.workspace()), what=problem)
 
 
-@pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn], ids=str)
-def test_gaps_between_latent_rows_change_no_bit(device: torch.device, cache: torch.dtype | None) -> None:
-    """Rows without gaps are addressed by constants."""
+@pytest.mark.parametrize(("cache", "group_size"), [(None, 5), (torch.float8_e4m3fn, 5), (None, 64)], ids=str)
+def test_gaps_between_latent_rows_change_no_bit(
+    device: torch.device, cache: torch.dtype | None, group_size: int
+) -> None:
+    """Rows without gaps are addressed by constants, in query tiles of many rows other ones."""
     problem = make_problem(
-        8, device=device, kind="latent", lens=(300, 3, 65), head_dim=96, head_dim_v=64, page_size=64, group_size=5,
+        8, device=device, kind="latent", lens=(300, 3, 65), head_dim=96, head_dim_v=64, page_size=64,
+        group_size=group_size,
         dtype=torch.bfloat16, cache=cache, query="one", kv_strides="contiguous", split_tokens=None, num_splits=2,
         k_scale="number",
     )  # fmt: skip

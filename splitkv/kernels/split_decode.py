@@ -95,6 +95,17 @@ def row_pointers(base, row_offset, offs, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def packed_rows(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Where each of ROWS rows of WIDTH begins that lie without gaps.
+
+    Written as a sum over groups of four rows and rows of a group: a thread that copies every fourth row then computes
+    one address, and the compiler adds a constant to it for each row.
+    """
+    groups, within_group = tl.arange(0, ROWS // 4) * (4 * WIDTH), tl.arange(0, 4) * WIDTH
+    return tl.reshape(groups[:, None] + within_group[None, :], [ROWS])
+
+
+@triton.jit
 def in_bytes(pointers):
     """The same addresses, as pointers that count bytes."""
     return pointers.to(tl.pointer_type(tl.int8), bitcast=True)
@@ -346,7 +357,7 @@ def split_decode_kernel(
     TYPE: tl.constexpr = tl.float16 if QUANTIZED and Q_TYPE != tl.float32 else Q_TYPE
     FIT_Q: tl.constexpr = TYPE != Q_TYPE
     # A product whose result the compiler can follow to another is computed twice, by both halves of eight warps. The
-    # branch before the weights hides them from it; and of the two products of keys the short one, of tails, goes first.
+    # branch before the weights hides them from it; and neither of the two products of keys goes on with the other's.
     APART: tl.constexpr = LATENT and BLOCK_M >= 64 and not QUANTIZED and TYPE != tl.float32
     # Values, and latent rows, are loaded as pairs of numbers, and the even and the odd ones are products of their own.
     # A product needs 16 columns.
@@ -362,7 +373,7 @@ def split_decode_kernel(
     TALL: tl.constexpr = BLOCK_M >= 64 and not LATENT and TYPE != tl.float32
     # A scale above 0 commutes with the maximum, and is then multiplied in where that is subtracted.
     FOLD: tl.constexpr = POSITIVE_SCALE and not (
-        HAS_SOFTCAP or alibi_ptr is not None or k_scale_ptr is not None or FIT_Q
+        HAS_SOFTCAP or alibi_ptr is not None or k_scale_ptr is not None or FIT_Q or (APART and BLOCK_D_TAIL)
     )
     # Keys lie at the same places of their pages in every block, so that each block's addresses are those of page 0 and
     # one product, in bytes: SAME_STRIDES holds only where a page's stride in bytes fits 31 bits. Smaller tiles lack the
@@ -659,7 +670,12 @@ def split_decode_kernel(
                     in_page = block % PAGE_SIZE
                     tile_offset = wide_product(page, stride_k_page) + wide_product(in_page, stride_k_token)
                     k_rows += tile_offset * (KV_VECTOR // PER_K)
-                    k_offset = offs_n * (HEAD_DIM // KV_VECTOR) if PACKED else wide_product(offs_n, stride_k_token)
+                    if PACKED and APART:
+                        k_offset = packed_rows(BLOCK_N, HEAD_DIM // KV_VECTOR)
+                    elif PACKED:
+                        k_offset = offs_n * (HEAD_DIM // KV_VECTOR)
+                    else:
+                        k_offset = wide_product(offs_n, stride_k_token)
                     if K_SCALE_PER_TOKEN:
                         k_scale_offset = wide_product(page, stride_k_scale_page) + wide_product(
                             in_page + offs_n, stride_k_scale_token
@@ -748,10 +764,11 @@ def split_decode_kernel(
                     if WIDE_PRODUCTS:
                         k_tail = k_tail.to(tl.float32)
                     if APART:
-                        scores = tl.dot(q, tl.trans(k), tl.dot(q_tail, tl.trans(k_tail)))
+                        # Scaled before they are added, or the compiler would make one sum of them.
+                        scores = tl.dot(q, tl.trans(k)) * score_scale + tl.dot(q_tail, tl.trans(k_tail)) * score_scale
                     else:
                         scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
-                if not FOLD:
+                if not FOLD and not (APART and BLOCK_D_TAIL):
                     scores *= score_scale
                 if K_SCALE_PER_TOKEN:
                     k_scale = tl.load(k_scales + k_scale_offset, mask=in_part, other=0.0)
