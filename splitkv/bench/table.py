@@ -42,7 +42,7 @@ def size_text(nbytes: int) -> str:
 
 
 def us_text(us: float | None) -> str:
-    """Microseconds with one digit after the point below 100, none from 1000 on needed; a dash for none."""
+    """Microseconds with one digit after the point; a dash for none."""
     return "–" if us is None else f"{us:.1f}"
 
 
