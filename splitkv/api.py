@@ -584,7 +584,7 @@ def supports(q: Tensor, kv: KVView, workspace: Workspace, **rules: Any) -> str |
 
 def _refuse_unknown(call: str, rules: dict[str, Any]) -> None:
     """Raise TypeError, in the name of this function, for a keyword that no call of decode has."""
-    unknown = rules.keys() - inspect.signature(plan_decode).parameters
+    unknown = rules.keys() - (inspect.signature(plan_decode).parameters.keys() - {"want_lse"})
     if unknown:
         raise TypeError(f"{call}() got an unexpected keyword argument {min(unknown)!r}")
 

@@ -243,6 +243,9 @@ def test_an_argument_that_does_not_exist_is_a_type_error() -> None:
     for call in (splitkv.decode, splitkv.decode_with_lse, splitkv.supports, splitkv.warmup):
         with pytest.raises(TypeError, match=rf"^{call.__name__}\(\) got an unexpected keyword argument 'window'"):
             call(workspace=workspace, window=3, **good())
+    for call in (splitkv.supports, splitkv.warmup):  # a keyword of plan_decode alone
+        with pytest.raises(TypeError, match=rf"^{call.__name__}\(\) got an unexpected keyword argument 'want_lse'"):
+            call(workspace=workspace, want_lse=True, **good())
 
 
 def test_supports_takes_what_decode_takes() -> None:
