@@ -63,6 +63,22 @@ def _check_out(out: object, shape: tuple[int | str, ...], dtype: torch.dtype = t
     return out
 
 
+def _check_rules(causal: object, window_left: object) -> None:
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal: expected True or False, given {causal!r}")
+    if window_left is not None:
+        require_int("window_left", window_left, 0)
+
+
+def _traced_rules(causal: bool, window_left: int | None) -> tuple[bool, int | None, str | None]:
+    """The rules for a schema, which would make numbers of True and False, and what is wrong with those given."""
+    try:
+        _check_rules(causal, window_left)
+    except (TypeError, ValueError) as error:
+        return True, None, operators.found(error)
+    return causal, window_left, None
+
+
 def validity_mask_shape(batch: int, max_len: int) -> tuple[int, int]:
     """Shape of a `validity_mask`: [batch, max_len].
 
@@ -142,7 +158,8 @@ def attention_mask(
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
     if operators.tracing(out) and not operators.shapes_only(out):
-        torch.ops.splitkv.attention_mask(out, seq_lens, causal, window_left, kv_start)
+        causal, window_left, refusal = _traced_rules(causal, window_left)
+        torch.ops.splitkv.attention_mask(out, seq_lens, causal, window_left, kv_start, refusal)
         return out
     out = _check_out(out, ("batch", "q_len", "max_len"))
     batch, q_len, _ = out.shape
@@ -193,7 +210,8 @@ def ragged_mask(
         TypeError, ValueError: naming the argument, what was expected, and what was given; nothing was launched.
     """
     if operators.tracing(out) and not operators.shapes_only(out):
-        torch.ops.splitkv.ragged_mask(out, qo_indptr, seq_lens, causal, window_left, kv_start)
+        causal, window_left, refusal = _traced_rules(causal, window_left)
+        torch.ops.splitkv.ragged_mask(out, qo_indptr, seq_lens, causal, window_left, kv_start, refusal)
         return out
     out = _check_out(out, ("total_q", "max_len"))
     checks.check_index_vector("qo_indptr", qo_indptr, out.device, "out", least=1)
@@ -216,10 +234,7 @@ def _attention_mask(
     checks.check_index_vector("seq_lens", seq_lens, out.device, "out", least=batch)
     if kv_start is not None:
         checks.check_index_vector("kv_start", kv_start, out.device, "out", least=batch)
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal: expected True or False, given {causal!r}")
-    if window_left is not None:
-        require_int("window_left", window_left, 0)
+    _check_rules(causal, window_left)
     checks.check_apart("out", out, [("seq_lens", seq_lens), ("kv_start", kv_start), ("qo_indptr", qo_indptr)])
     max_len = out.shape[-1]
     if checks.debugging(out.device) and batch:
@@ -442,20 +457,34 @@ def _validity_mask_operator(out: Tensor, seq_lens: Tensor, kv_start: Tensor | No
 
 
 @operators.operator(
-    "attention_mask(Tensor(a!) out, Tensor seq_lens, bool causal, SymInt? window_left, Tensor? kv_start)"
+    "attention_mask(Tensor(a!) out, Tensor seq_lens, bool causal, SymInt? window_left, Tensor? kv_start, str? refusal)"
 )
 def _attention_mask_operator(
-    out: Tensor, seq_lens: Tensor, causal: bool, window_left: int | None, kv_start: Tensor | None
+    out: Tensor,
+    seq_lens: Tensor,
+    causal: bool,
+    window_left: int | None,
+    kv_start: Tensor | None,
+    refusal: str | None,
 ) -> None:
+    operators.refuse(refusal)
     attention_mask(out, seq_lens, causal=causal, window_left=window_left, kv_start=kv_start)
 
 
 @operators.operator(
-    "ragged_mask(Tensor(a!) out, Tensor qo_indptr, Tensor seq_lens, bool causal, SymInt? window_left, Tensor? kv_start)"
+    "ragged_mask(Tensor(a!) out, Tensor qo_indptr, Tensor seq_lens, bool causal, SymInt? window_left, "
+    "Tensor? kv_start, str? refusal)"
 )
 def _ragged_mask_operator(
-    out: Tensor, qo_indptr: Tensor, seq_lens: Tensor, causal: bool, window_left: int | None, kv_start: Tensor | None
+    out: Tensor,
+    qo_indptr: Tensor,
+    seq_lens: Tensor,
+    causal: bool,
+    window_left: int | None,
+    kv_start: Tensor | None,
+    refusal: str | None,
 ) -> None:
+    operators.refuse(refusal)
     ragged_mask(out, qo_indptr, seq_lens, causal=causal, window_left=window_left, kv_start=kv_start)
 
 

@@ -454,6 +454,16 @@ def test_errors_are_those_of_eager_calls(workspace):
             lambda q: splitkv.append_kv(q[:, :1], q[:, :1], kv, ints([1], DEVICE)),
         ),
         (ValueError, "lse_base: expected math.e or 2", lambda q: splitkv.merge(q, q.float()[..., 0], lse_base=3.0)),
+        (
+            TypeError,
+            "causal: expected True or False",
+            lambda q: splitkv.masks.attention_mask(q[..., 0, :3, None] > 0, kv.seq_lens, causal=1),
+        ),
+        (
+            TypeError,
+            "window_left: expected an integer ≥ 0",
+            lambda q: splitkv.masks.ragged_mask(q[..., 0] > 0, ints([0, 3], DEVICE), kv.seq_lens, window_left=True),
+        ),
     ]
     for error, text, call in calls:
         for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
@@ -557,8 +567,8 @@ def operator_samples():
     mask, words = torch.zeros(2, 3, 6, dtype=torch.bool, device=DEVICE), torch.zeros(2, 3, 1, device=DEVICE).int()
     lens, indptr = ints([3, 5], DEVICE), ints([0, 1, 3], DEVICE)
     yield ops.validity_mask, (mask[0], ints([3, 5, 1], DEVICE), None)
-    yield ops.attention_mask, (mask, lens, True, 2, None)
-    yield ops.ragged_mask, (mask[0], indptr, lens, True, None, ints([1, 0], DEVICE))
+    yield ops.attention_mask, (mask, lens, True, 2, None, None)
+    yield ops.ragged_mask, (mask[0], indptr, lens, True, None, ints([1, 0], DEVICE), None)
     yield ops.position_mask, (mask[:, :1], lens)
     yield ops.pack_tree_mask, (mask[..., :3], words)
     yield ops.tree_mask_from_parents, (ints([[-1, 0, 0], [-1, 0, 1]], DEVICE), words)
