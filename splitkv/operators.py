@@ -215,6 +215,7 @@ def operands(
     )  # fmt: skip
 
 
-@operator(f"update_schedule(Tensor(a!) buffer, str spec, SymInt? batch, {READ_VIEW})")
-def _update_schedule_operator(buffer: Tensor, spec: str, batch: int | None, *view: Any) -> None:
+@operator(f"update_schedule(Tensor(a!) buffer, str spec, SymInt? batch, str? refusal, {READ_VIEW})")
+def _update_schedule_operator(buffer: Tensor, spec: str, batch: int | None, refusal: str | None, *view: Any) -> None:
+    refuse(refusal)
     Schedule.of_spec(spec, buffer).update(put_together(*view), batch)

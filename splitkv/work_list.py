@@ -150,10 +150,15 @@ class Schedule:
 
         check_view(kv)
         if operators.tracing(self.buffer):
-            torch.ops.splitkv.update_schedule(self.buffer, self.spec, batch, *operators.take_apart(kv, scheduled=False))
+            refusal = None
+            try:  # a schema would make a number of True
+                self._check_batch(batch)
+            except (TypeError, ValueError) as error:
+                batch, refusal = None, operators.found(error)
+            view = operators.take_apart(kv, scheduled=False)
+            torch.ops.splitkv.update_schedule(self.buffer, self.spec, batch, refusal, *view)
             return
-        if batch is not None:
-            checks.require_int("batch", batch, 0, self.max_batch_size)
+        self._check_batch(batch)
         form = kv.form, batch
         call = self._calls.recall(form)
         if call is None or checks.debugging():
@@ -163,6 +168,10 @@ class Schedule:
                 self._calls.remember(form, call)
         where = kv.addressing
         call((self.buffer, where.lens, where.indptr, kv.kv_start))
+
+    def _check_batch(self, batch: object) -> None:
+        if batch is not None:
+            checks.require_int("batch", batch, 0, self.max_batch_size)
 
     def _plan(self, kv: KVView, batch: int | None) -> Launch:
         """Check a call of `update` and say what it launches."""

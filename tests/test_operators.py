@@ -423,7 +423,7 @@ def test_eager_calls_dispatch_no_operator(workspace):
 
 
 def test_errors_are_those_of_eager_calls(workspace):
-    kv = cache("paged")
+    kv, schedule = cache("paged"), splitkv.Schedule.allocate(CONFIG, DEVICE)
     calls = [
         (ValueError, "q: expected head_dim 16", lambda q: splitkv.decode(q[..., :8], kv, workspace)),
         (TypeError, "causal: expected True or False", lambda q: splitkv.decode(q, kv, workspace, causal=1)),
@@ -464,6 +464,7 @@ def test_errors_are_those_of_eager_calls(workspace):
             "window_left: expected an integer ≥ 0",
             lambda q: splitkv.masks.ragged_mask(q[..., 0] > 0, ints([0, 3], DEVICE), kv.seq_lens, window_left=True),
         ),
+        (TypeError, "batch: expected an integer in 0…", lambda q: (schedule.update(kv, True), q + 1)),
     ]
     for error, text, call in calls:
         for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
@@ -553,7 +554,7 @@ def operator_samples():
     yield ops.decode, decode
     yield ops.append_kv, (new, new.clone(), slots, None, *view)
     yield ops.move_kv, (slots, slots - 1, *view)
-    yield ops.update_schedule, (schedule.buffer, schedule.spec, 3, *view)
+    yield ops.update_schedule, (schedule.buffer, schedule.spec, 3, None, *view)
     outs, lses = torch.randn(2, 3, 2, WIDTH, device=DEVICE), torch.randn(2, 3, 2, device=DEVICE)
     yield ops.merge, (outs, lses, None, None, 2.0, "NH", torch.zeros_like(outs[0]), torch.zeros_like(lses[0]), None)
 
