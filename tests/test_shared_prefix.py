@@ -119,6 +119,16 @@ def laid_out(
     return kv, ints([number for number, _ in requests], DEVICE), ints(prefix_lens, DEVICE)
 
 
+def as_csr(kv: splitkv.PagedKV) -> splitkv.PagedKV:
+    """The same requests in FlashInfer's form."""
+    lens = kv.seq_lens.tolist()
+    counts = [math.ceil(n / PAGE) for n in lens]
+    flat = [page for row, count in enumerate(counts) for page in kv.page_table[row, :count].tolist()]
+    tails = [n - max(count - 1, 0) * PAGE for n, count in zip(lens, counts, strict=True)]
+    edges = [sum(counts[:b]) for b in range(len(lens) + 1)]
+    return splitkv.PagedKV.from_csr(kv.k, kv.v, ints(edges, DEVICE), ints(flat, DEVICE), ints(tails, DEVICE))
+
+
 def room(batch: int, dtype: torch.dtype = torch.float32, **changes: Any) -> splitkv.Workspace:
     config = WorkspaceConfig(
         batch, HEADS, KV_HEADS, WIDTH, **{"max_total_q": 4 * batch, "q_tile_rows": 64, **changes}, dtype=dtype
@@ -151,6 +161,17 @@ def test_what_is_shared_is_read_from_one_table_row(q_len, num_splits):
     lse = torch.full(q.shape[:-1], math.nan, device=DEVICE)
     out = splitkv.decode_shared_prefix(q, kv, room(len(MIXED)), group_ids, prefix_lens, num_splits=num_splits, lse=lse)
     expected.check(out, lse)
+
+
+@pytest.mark.parametrize("num_splits", [None, 2])
+def test_groups_find_their_pages_in_csr_form(num_splits):
+    """Several groups, none of which begins with the first page of all."""
+    requests = [(-1, 9), *MIXED]
+    kv, group_ids, prefix_lens = laid_out([12, 20, 8], requests)
+    kv = as_csr(kv)
+    q = torch.randn(len(requests), HEADS, WIDTH, device=DEVICE)
+    workspace = room(len(requests))
+    expect(q, kv).check(splitkv.decode_shared_prefix(q, kv, workspace, group_ids, prefix_lens, num_splits=num_splits))
 
 
 def test_rows_of_many_requests_stand_in_one_tall_tile():
@@ -370,14 +391,9 @@ def test_debug_mode_finds_pages_that_are_not_shared(kind, monkeypatch):
     q, workspace = torch.randn(3, HEADS, WIDTH, device=DEVICE), room(3)
     name = "page_table"
     if kind == "csr":
-        counts = [math.ceil(n / PAGE) for n in kv.seq_lens.tolist()]
-        flat = [page for row, count in enumerate(counts) for page in kv.page_table[row, :count].tolist()]
-        tails = [n - (count - 1) * PAGE for n, count in zip(kv.seq_lens.tolist(), counts, strict=True)]
-        edges = [sum(counts[:b]) for b in range(4)]
-        kv = splitkv.PagedKV.from_csr(kv.k, kv.v, ints(edges, DEVICE), ints(flat, DEVICE), ints(tails, DEVICE))
-        name = "page_indices"
+        kv, name = as_csr(kv), "page_indices"
     splitkv.decode_shared_prefix(q, kv, workspace, group_ids, prefix_lens)
-    pages = kv.page_indices[edges[2] :] if kind == "csr" else kv.page_table[2]
+    pages = kv.page_indices[kv.page_indptr[2] :] if kind == "csr" else kv.page_table[2]
     pages[1] = pages[2]
     with pytest.raises(ValueError, match=rf"^{name}: expected the pages of row 0 .* row 2, of the same group 0"):
         splitkv.decode_shared_prefix(q, kv, workspace, group_ids, prefix_lens)
