@@ -15,7 +15,9 @@ import torch
 from conftest import COMPILED
 
 import splitkv
+from splitkv.api import plan_decode
 from splitkv.testing import Guarded, PoisonedWorkspace, Problem, make_problem, same_bits
+from splitkv.tiles import Target
 
 DEVICE = torch.device("cuda" if COMPILED else "cpu")
 LENS = (40, 0, 33)
@@ -171,6 +173,29 @@ def test_with_split_tokens_outputs_of_the_caller_have_the_same_bits():
     assert same(bits(p, out=out.tensor, lse=lse.tensor), plain())
     workspace = PoisonedWorkspace(p.config, DEVICE).workspace
     assert same_bits(splitkv.decode(p.q, p.kv, workspace, **p.rules), plain()[0])
+
+
+def test_with_split_tokens_tiles_follow_neither_the_batch_nor_hints():
+    """Of an H200, wherever this runs: by which tiles a row is summed."""
+    page = torch.zeros(1, 16, 8, 128, dtype=torch.bfloat16, device=DEVICE)
+
+    def tiles(batch: int, len_hint: int | None, split_tokens: int | None) -> list[Any]:
+        config = splitkv.WorkspaceConfig(64, 32, 8, 128, split_tokens=split_tokens, max_parts=4)
+        workspace = splitkv.Workspace.allocate(config, DEVICE)
+        workspace.target = Target("cuda:90", num_sms=132, shared_memory=232448, sm_shared_memory=233472)
+        table, lens = torch.zeros(2, 64, 1, dtype=torch.int32, device=DEVICE)
+        kv = splitkv.PagedKV(page, page, table, lens[:, 0], len_hint=len_hint)
+        q = torch.zeros(batch, 32, 128, dtype=torch.bfloat16, device=DEVICE)
+        # Requests that are looked at together are no part of a sum.
+        return [
+            ({name: value for name, value in launch.constants.items() if name != "BLOCK_B"}, launch.num_warps)
+            for launch in plan_decode(q, kv, workspace).launches
+        ]
+
+    calls = [(batch, hint) for batch in (1, 8, 64) for hint in (None, 100, 8192)]
+    fixed, balanced = ([tiles(*call, tokens) for call in calls] for tokens in (256, None))
+    assert all(found == fixed[0] for found in fixed)
+    assert any(found != balanced[0] for found in balanced), "else the line before shows nothing"
 
 
 @pytest.mark.gpu
