@@ -385,6 +385,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
+STEP = 2**30 + 512  # elements of `spacious`: fits 32 bits itself, and twice it does not
+
+
 def spacious(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[elements], more than 32-bit offsets reach. On a CPU this is address space: touched pages alone take memory."""
     nbytes = elements * dtype.itemsize

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import moved
+from support import STEP, moved, spacious
 from torch import Tensor
 
 import splitkv
@@ -275,6 +275,30 @@ def test_a_known_form_is_written_to_where_its_tensors_lie(device: torch.device) 
         with pytest.raises((TypeError, ValueError), match=f"^{name}: expected"):
             splitkv.append_kv(*bad)  # type: ignore[arg-type]
     assert_same_memory(kv, expected)
+
+
+@pytest.mark.parametrize("layout", ["pages", "tokens", "heads"])
+def test_strides_past_32_bits(device: torch.device, layout: str) -> None:
+    """Pages, tokens and heads that lie more than 2³¹ elements from a cache's start are written and moved there."""
+    heads = 3 if layout == "heads" else 1
+    shape, strides = {
+        "pages": ((3, 2, 1, 16), (STEP, 16, 16, 1)),
+        "tokens": ((3, 1, 16), (STEP, 16, 1)),
+        "heads": ((1, 3, 3, 16), (64, 16, STEP, 1)),
+    }[layout]
+    k, v = (spacious(2 * STEP + 64, torch.float16, device).as_strided(shape, strides).zero_() for _ in range(2))
+    if layout == "tokens":
+        kv: splitkv.kv.KVView = splitkv.RaggedKV(k, v, int32([0, 0], device))
+    else:
+        kv = splitkv.PagedKV(k, v, int32([0], device).view(1, 1), int32([0], device))
+    last = k.shape[0] * (1 if layout == "tokens" else k.shape[1]) - 1
+    new = torch.randn(2, heads, 16, device=device).half()
+    splitkv.append_kv(new, 2 * new, kv, int32([last, 0], device))
+    splitkv.move_kv(kv, int32([last], device), int32([last - 1], device))
+    for cache, tokens in ((k, new), (v, 2 * new)):
+        rows = cache.reshape(-1, heads, 16)
+        assert torch.equal(rows[-2:], tokens[:1].expand(2, heads, 16)) and torch.equal(rows[0], tokens[1])
+        assert not rows[1:-2].any()
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import COMPILED
 from support import (
+    STEP,
     WHOLE,
     Cut,
     assert_cut,
@@ -22,7 +23,6 @@ from support import (
 
 import splitkv
 
-STEP = 2**30 + 512  # elements: fits 32 bits itself, and twice it does not
 INF = math.inf
 
 
