@@ -234,14 +234,24 @@ def test_causal(device, cut, layout):
     assert_rows(attend(q, kv, cut, causal=False), 2.0, math.log(5))
 
 
-@pytest.mark.parametrize("cut", [WHOLE, Cut(num_splits=2), Cut(split_tokens=64)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "cut"),
+    [
+        (torch.float32, WHOLE),
+        (torch.float32, Cut(split_tokens=64)),
+        (torch.float16, WHOLE),  # tiles of many rows have a loop of their own for blocks that all of them see whole
+        (torch.float16, Cut(num_splits=2)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("window_left", [None, 40, 90])
 @pytest.mark.parametrize("causal", [True, False])
-def test_blocks_that_rows_see_in_part(device, cut, window_left, causal):
+def test_blocks_that_rows_see_in_part(device, dtype, cut, window_left, causal):
     """Each query token's own bounds hold wherever they lie in blocks of keys, of which others are seen whole."""
     length, q_len = 200, 50
-    kv = view_of("contiguous", *index_probe(device, 1, length), [length])
-    result = attend(torch.randn(1, q_len, 2, 16, device=device), kv, cut, window_left=window_left, causal=causal)
+    kv = view_of("contiguous", *index_probe(device, 1, length, dtype=dtype), [length])
+    q = torch.randn(1, q_len, 2, 16, device=device).to(dtype)
+    result = attend(q, kv, cut, window_left=window_left, causal=causal)
     position = length - q_len + torch.arange(q_len, dtype=torch.float64)
     first = torch.zeros_like(position) if window_left is None else position - window_left
     last = position if causal else torch.full_like(position, length - 1)
@@ -289,6 +299,22 @@ def test_tree_mask(device, cut, layout):
         torch.randn(6, 2, 16, device=device), kv, cut, tree_mask=mask, qo_indptr=ints([0, 4, 6], device), given=True
     )
     assert_rows(result, [[mean] for mean in [*TREE_MEANS, 1.5, 1.75]], [*logs, [math.log(4)], [math.log(4)]])
+
+
+@pytest.mark.parametrize("cut", [WHOLE, Cut(num_splits=3)], ids=str)
+def test_tree_of_more_than_a_word(device, cut):
+    """Case 25 with more nodes than a word has bits: node i sees every third node, back from itself."""
+    cached, nodes = 3, 40
+    node = torch.arange(nodes, device=device)
+    sees = (node[None, :] <= node[:, None]) & ((node[:, None] - node[None, :]) % 3 == 0)
+    mask = torch.empty(splitkv.masks.tree_mask_shape(1, nodes), dtype=torch.int32, device=device)
+    splitkv.masks.pack_tree_mask(sees[None], mask)
+    kv = view_of("paged", *index_probe(device, 1, cached + nodes), [cached + nodes])
+    result = attend(torch.randn(1, nodes, 1, 16, device=device), kv, cut, tree_mask=mask)
+    assert_cut(result, cut, cached + nodes)
+    counts = cached + sees.sum(1).cpu().double()
+    sums = sum(range(cached)) + (sees * (cached + node)).sum(1).cpu().double()
+    assert_rows(result, (sums / counts)[None, :, None], counts.log()[None, :, None])
 
 
 @pytest.mark.parametrize("cut", [WHOLE, Cut(num_splits=3)], ids=str)
