@@ -379,12 +379,6 @@ def assert_rows(result: Result, outs: Any, lses: Any) -> None:
     assert_values(result.lse, lses, zero=1e-5)
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are bitwise the same, NaNs and signs of zeros included."""
-    kind = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
-
-
 STEP = 2**30 + 512  # elements of `spacious`: fits 32 bits itself, and twice it does not
 
 

@@ -14,13 +14,13 @@ from conftest import COMPILED
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import HOWS, Failed, Ranks, all_ways, problem_to_shard, shard_of_problem
-from support import LAYOUTS, assert_values, index_probe, ints, same_bits
+from support import LAYOUTS, assert_values, index_probe, ints
 from test_properties import SEEDS, examples
 
 import splitkv
 from splitkv import distributed, reference
 from splitkv.bench import sharded
-from splitkv.testing import PoisonedWorkspace, expect
+from splitkv.testing import PoisonedWorkspace, expect, same_bits
 
 DEVICE = torch.device("cuda" if COMPILED else "cpu")
 INF = math.inf

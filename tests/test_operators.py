@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from conftest import COMPILED
-from support import ints, no_synchronisation, same_bits, view_of
+from support import ints, no_synchronisation, view_of
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import splitkv
 from splitkv import api, operators
 from splitkv.kernels.prepared import PreparedLaunches
+from splitkv.testing import same_bits
 from splitkv.tiles import Tiles
 from splitkv.tiles_io import TileKey, TileTable
 from splitkv.workspace import read_spec

@@ -17,12 +17,12 @@ from support import (
     each_way,
     index_probe,
     ints,
-    same_bits,
     view_of,
 )
 
 import splitkv
 from splitkv import tiles as tile_sizes
+from splitkv.testing import same_bits
 
 INF = math.inf
 

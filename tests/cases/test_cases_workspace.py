@@ -18,7 +18,6 @@ from support import (
     attend,
     index_probe,
     no_synchronisation,
-    same_bits,
     view_of,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import splitkv
 from splitkv.api import plan_decode
 from splitkv.kernels import prepared
+from splitkv.testing import same_bits
 
 SIZES = [
     (batch, tokens, heads, widths, cut, dtype)
