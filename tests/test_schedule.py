@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import splitkv
 from splitkv import reference, schedule
 from splitkv.api import plan_decode
+from splitkv.config import cdiv
 from splitkv.kernels import primitives
 from splitkv.kernels.primitives import (
     CONTIGUOUS,
@@ -163,6 +164,23 @@ def test_programs_of_chunks_attend_about_as_many_keys() -> None:
         assert each.slot is None
         keys[each.share] += each.high - each.low
     assert max(keys) == min(keys)
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (40, 1), (3, 70)])
+def test_the_axis_of_work_stays_within_32_bits(batch: int, tokens: int, device: torch.device) -> None:
+    """Where each request has as many tokens as a length may claim; of a work list too."""
+    config = splitkv.WorkspaceConfig(batch, 2, 1, 16, max_total_q=batch * tokens, q_tile_rows=16, dtype=torch.float16)
+    page = torch.zeros(1, 1, 1, 16, dtype=torch.float16, device=device).expand(1, 2**20, 1, 16)
+    table = torch.zeros(1, 2**10, dtype=torch.int32, device=device).expand(batch, 2**10)
+    lens = torch.full((batch,), 2**30, dtype=torch.int32, device=device)
+    work_list = splitkv.Schedule.allocate(config, device)
+    kv = splitkv.PagedKV(page, page, table, lens, schedule=work_list)
+    q = torch.zeros(batch, tokens, 2, 16, dtype=torch.float16, device=device)
+    split = plan_decode(q, kv, splitkv.Workspace.allocate(config, device)).launches[0]
+    found = Partition.of_launch(split.operands, split.constants)
+    assert found.choose_shares([Request(2**30, tokens)] * batch).total <= 2**30
+    work_list.update(kv)
+    assert 0 < int(work_list.buffer[-1]) * cdiv(2 * tokens, 16) <= 2**30
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3, 4, 7])
