@@ -87,8 +87,8 @@ def test_alibi(device, cut, layout):
     slopes = torch.tensor([0.5, 0.0, 2.0], device=device)
     q = torch.randn(1, 2, 3, 16, device=device)
     key = torch.arange(5, dtype=torch.float64)
-    for causal in (True, False):
-        result = attend(q, kv, cut, alibi_slopes=slopes, causal=causal)
+    for causal, softcap in ((True, None), (False, None), (True, 0.5)):  # a cap comes first: it leaves scores of 0
+        result = attend(q, kv, cut, alibi_slopes=slopes, causal=causal, softcap=softcap)
         assert_cut(result, cut, 5)
         outs, lses = torch.empty(1, 2, 3, dtype=torch.float64), torch.empty(1, 2, 3, dtype=torch.float64)
         for row, position in enumerate((3, 4)):
