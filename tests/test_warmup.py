@@ -17,6 +17,7 @@ from splitkv import api
 from splitkv.testing import expect, same_bits
 from splitkv.tiles import Target, Tiles
 from splitkv.tiles_io import TileKey, TileTable
+from splitkv.variants import Variant
 from splitkv.workspace import MAX_CALLS
 
 BATCH, HEADS, KV_HEADS, WIDTH, TOKENS = 2, 4, 2, 16, 24
@@ -267,6 +268,64 @@ def test_warmup_refuses_what_decode_refuses(device: torch.device) -> None:
         splitkv.warmup(q, kv, workspace, softcap=0.0)
     with pytest.raises(TypeError, match=r"^q: expected"):
         splitkv.warmup(q.float(), kv, workspace)
+
+
+# Which kernels there are to compile.
+
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "several tokens": dict(q_len=4),
+    "ragged": dict(ragged=True),
+    "a work list": dict(listed=True, q_len=8),
+    "parts of fixed size": dict(split_tokens=256),
+    "a number of parts, ragged": dict(num_splits=2, ragged=True),
+    "shared beginnings": dict(shared=True),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_kernels_of_every_batch_are_listed(device: torch.device, name: str) -> None:
+    """Those of an H200, wherever this runs: what `warmup` compiles is what any call of the form launches."""
+    how = dict(q_len=1, ragged=False, listed=False, split_tokens=None, num_splits=None, shared=False) | FORMS[name]
+    most, q_len = 300, how["q_len"]
+    config = splitkv.WorkspaceConfig(
+        most, 32, 8, 128, max_total_q=most * 4, max_splits=6000, split_tokens=how["split_tokens"], max_parts=2,
+        dtype=torch.float16,
+    )  # fmt: skip
+    workspace = splitkv.Workspace.allocate(config, device)
+    workspace.target = Target("cuda:90", num_sms=132, shared_memory=232448, sm_shared_memory=233472)
+    page = torch.zeros(1, 16, 8, 128, device=device).half()
+    # Made for one query token per request: calls with more tiles than it was sized for do without.
+    sized = splitkv.WorkspaceConfig(most, 32, 8, 128, dtype=torch.float16)
+    schedule = splitkv.Schedule.allocate(sized, device) if how["listed"] else None
+    kv = splitkv.PagedKV(page, page, ints(0, 0, device=device)[:, None], ints(0, 0, device=device), schedule=schedule)
+    q = torch.zeros(2, q_len, 32, 128, device=device).half()
+    rules: dict[str, Any] = dict(num_splits=how["num_splits"])
+    if how["ragged"]:
+        q, rules["qo_indptr"] = q.flatten(0, 1), ints(0, 1, 2, device=device)
+    if how["shared"]:
+        rules |= dict(group_ids=ints(0, 0, device=device), prefix_lens=ints(0, 0, device=device))
+    form = api.plan_decode(q, kv, workspace, **rules).form
+
+    def kernels(variant: Variant) -> set[str]:
+        passes = [variant] if variant.shared is None else [variant, variant.shared]
+        found = {repr((each.split, each.num_warps, each.max_registers, variant.listed)) for each in passes}
+        return found | ({repr((variant.merge, variant.listed))} if variant.merges else set())
+
+    listed = {kernel for variant in form.variants(most) for kernel in kernels(variant)}
+    calls = 0
+    for batch in range(1, most + 1):
+        for total_q in (batch, 2 * batch, 4 * most) if how["ragged"] else (batch * q_len,):
+            for q_vector, kv_vector, same_strides in ((8, 8, True), (8, 8, False), (1, 8, True), (1, 1, False)):
+                tiles = form.q_tiles(batch, total_q, kv_vector)
+                vectors = q_vector, kv_vector, same_strides
+                if how["shared"] and batch > 1:
+                    launched = form.choose_shared(batch, tiles, total_q, *vectors)
+                else:
+                    launched = form.choose(batch, tiles, *vectors)
+                assert kernels(launched) <= listed, (batch, total_q, vectors)
+                calls += 1
+    assert calls >= 4 * most and len(listed) > 4
 
 
 # Compiled kernels, without a GPU.
