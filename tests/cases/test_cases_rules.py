@@ -372,3 +372,18 @@ def test_tree_node_that_nobody_sees(device, cut, layout, poison):
         assert_cut(result, cut, 7)
         means, counts = [1.5, 1.5, 2.2, 17 / 6], [4, 4, 5, 6]
         assert_rows(result, [[[mean] for mean in means]], [[[math.log(n)] for n in counts]])
+
+
+@pytest.mark.parametrize("cut", [WHOLE, Cut(num_splits=3)], ids=str)
+@pytest.mark.parametrize("poison", [math.nan, INF], ids=["nan", "inf"])
+def test_scale_of_a_tree_node_that_nobody_sees(device, cut, poison):
+    """Cases 12 and 25: nor does its scale, where every token has its own."""
+    k, v = index_probe(device, 1, 7)
+    scale = torch.ones(1, 7, 1, device=device)
+    scale[:, 4] = poison
+    cache = torch.float8_e4m3fn
+    kv = view_of("contiguous", k.to(cache), v.to(cache), [7], k_scale=scale, v_scale=scale.clone())
+    mask = ints([[[word & ~0b0010] for word in TREE]], device)
+    result = attend(torch.randn(1, 4, 1, 16, device=device), kv, cut, tree_mask=mask)
+    assert_cut(result, cut, 7)
+    assert_rows(result, [[[mean] for mean in (1.5, 1.5, 2.2, 17 / 6)]], [[[math.log(n)] for n in (4, 4, 5, 6)]])
