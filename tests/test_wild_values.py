@@ -116,6 +116,24 @@ def test_decode_stays_within_its_tensors(
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [59, 72])
+def test_widths_that_fill_no_block_stay_within_their_rows(
+    device: torch.device, checked_memory: CheckedMemory, width: int, dtype: torch.dtype
+) -> None:
+    """Past the last row of a query or a cache, where a block or its tail has columns left, nothing is read."""
+    q, k, v = (torch.ones(shape, dtype=dtype, device=device) for shape in ((1, 2, width), *[(1, 5, 1, width)] * 2))
+    kv = splitkv.ContiguousKV(k, v, ints([5], device))
+    out = Guarded(q.shape, dtype, device)
+    for splits in (1, 2):
+        scratch = PoisonedWorkspace(config_for(q, kv, Cut(num_splits=2)), device)
+        splitkv.decode(q, kv, scratch.workspace, out=out.tensor, num_splits=splits)
+        assert checked_memory.accesses and (out.tensor == 1).all()
+        for guarded in (scratch, out):
+            guarded.check_guards()
+
+
+@interpreted
 @pytest.mark.parametrize(("claims", "cut"), [(4, CUTS[0]), (4, CUTS[1]), (4, CUTS[2]), (1, CUTS[0])], ids=str)
 def test_prefix_sums_that_fall_claim_no_more_partials_than_there_are(
     device: torch.device, checked_memory: CheckedMemory, claims: int, cut: Cut
