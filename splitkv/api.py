@@ -161,10 +161,11 @@ def decode(
         softcap: Cap of the scaled scores, cap · tanh(score / cap); finite and > 0.
         sinks: [num_q_heads] float32 or the workspace's dtype: a logit per head that joins the softmax denominator.
         alibi_slopes: [num_q_heads] float32: slope · |position - key| is subtracted from the scaled scores.
-        tree_mask: [batch, max_q_len, ceil(max_q_len / 32)] int32: bit j % 32 of word j // 32 of row i says whether
-            draft token i sees draft token j. Replaces the causal rule among query tokens (causal=False is refused); all
-            keys before them stay visible. Where a request on the device has more than max_q_len query tokens, bits that
-            the mask lacks count as 0: those tokens see the keys before the query tokens alone, and no token sees them.
+        tree_mask: [≥ batch, max_q_len ≥ q_len, ceil(max_q_len / 32)] int32: bit j % 32 of word j // 32 of row i says
+            whether draft token i sees draft token j. Replaces the causal rule among query tokens (causal=False is
+            refused); all keys before them stay visible. Where a request on the device has more than max_q_len query
+            tokens, bits that the mask lacks count as 0: those tokens see the keys before the query tokens alone, and no
+            token sees them.
         num_splits: Force every tile into that many parts, part p of n being tokens p · len // n … (p + 1) · len // n.
             None: as the workspace's split_tokens says, or balanced over the GPU.
         out: [*q.shape[:-1], head_dim_v] of the workspace's dtype, or float32 for a result that is to be merged; any
