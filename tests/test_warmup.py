@@ -276,7 +276,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "several tokens": dict(q_len=4),
     "ragged": dict(ragged=True),
-    "a work list": dict(listed=True, q_len=8),
+    "a work list": dict(listed=True, q_len=40),
     "parts of fixed size": dict(split_tokens=256),
     "a number of parts, ragged": dict(num_splits=2, ragged=True),
     "shared beginnings": dict(shared=True),
@@ -289,8 +289,8 @@ def test_kernels_of_every_batch_are_listed(device: torch.device, name: str) -> N
     how = dict(q_len=1, ragged=False, listed=False, split_tokens=None, num_splits=None, shared=False) | FORMS[name]
     most, q_len = 300, how["q_len"]
     config = splitkv.WorkspaceConfig(
-        most, 32, 8, 128, max_total_q=most * 4, max_splits=6000, split_tokens=how["split_tokens"], max_parts=2,
-        dtype=torch.float16,
+        most, 32, 8, 128, max_total_q=most * max(q_len, 4), max_splits=6000, split_tokens=how["split_tokens"],
+        max_parts=2, dtype=torch.float16,
     )  # fmt: skip
     workspace = splitkv.Workspace.allocate(config, device)
     workspace.target = Target("cuda:90", num_sms=132, shared_memory=232448, sm_shared_memory=233472)
