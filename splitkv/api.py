@@ -23,6 +23,7 @@ from splitkv.kv import CSR, OPERANDS, PAGED, KVView, check_view
 from splitkv.variants import ALIGNED_BYTES, CallForm, SharedPass, Variant
 from splitkv.workspace import Workspace
 
+MAX_SPLITS = 4096  # of one tile
 MAX_SPAN = 2**30  # a wider window is none, and a longer axis of work would outgrow 32 bits
 
 
@@ -694,7 +695,7 @@ def _check_numbers(sm_scale: object, causal: object, window_left: object, softca
     if softcap is not None:
         checks.check_finite("softcap", softcap, above=0.0)
     if num_splits is not None:
-        checks.require_int("num_splits", num_splits, 1, 4096)
+        checks.require_int("num_splits", num_splits, 1, MAX_SPLITS)
 
 
 def plan_decode(

@@ -318,8 +318,9 @@ def test_names_of_others_are_refused(name: str) -> None:
 
 
 def test_numbers_of_splits_are_checked() -> None:
-    with pytest.raises(ValueError, match="num_splits: "):
-        integration.register(num_splits=0)
+    for number in (0, 4097):
+        with pytest.raises(ValueError, match=rf"^num_splits: expected an integer in 1…4096, given {number}"):
+            integration.register(num_splits=number)
 
 
 @pytest.mark.gpu

@@ -20,8 +20,6 @@ from splitkv.kv import ContiguousKV, KVView, PagedKV, _check_cache, _check_pair
 from splitkv.variants import ALIGNED_BYTES
 from splitkv.workspace import Workspace
 
-MAX_SPLITS = 4096  # of one tile
-
 
 def flash_attn_with_kvcache(
     q: Tensor,
@@ -279,7 +277,7 @@ def _flash_attention(
     if softmax_scale is not None:
         checks.check_finite("softmax_scale", softmax_scale)
     checks.check_finite("softcap", softcap)
-    checks.require_int("num_splits", num_splits, 0, MAX_SPLITS)
+    checks.require_int("num_splits", num_splits, 0, api.MAX_SPLITS)
     left, right = _window(window_size)
     if alibi_slopes is not None:
         alibi_slopes = _slopes_of_all(alibi_slopes, batch, num_q_heads)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import splitkv
-from splitkv import checks
+from splitkv import api, checks
 from splitkv._interpreter import release
 
 SUPPORTED = ((5, 17), (5, 25))
@@ -70,7 +70,7 @@ def register(name: str = "splitkv", *, num_splits: int | None = None) -> None:
         TypeError, ValueError: a name that is empty or taken by another implementation, or no such number of splits.
     """
     if num_splits is not None:
-        checks.require_int("num_splits", num_splits, 1)
+        checks.require_int("num_splits", num_splits, 1, api.MAX_SPLITS)
     if not isinstance(name, str):
         raise TypeError(f"name: expected a str, given {type(name).__name__}")
     try:
