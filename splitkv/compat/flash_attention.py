@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
 from itertools import pairwise
 from typing import Any
 
@@ -11,13 +10,13 @@ import torch
 from torch import Tensor
 
 from splitkv import api, checks
+from splitkv.api import _form_of
 from splitkv.append import _check_new, append_kv
 from splitkv.compat.common import bounded_mask, check_flag, refuse
 from splitkv.config import DTYPES, MAX_COUNT, QUANTIZED_DTYPES, WorkspaceConfig
 from splitkv.kernels.launch import launch
 from splitkv.kernels.new_tokens import new_tokens_kernel
 from splitkv.kv import ContiguousKV, KVView, PagedKV, _check_cache, _check_pair
-from splitkv.variants import ALIGNED_BYTES
 from splitkv.workspace import Workspace
 
 
@@ -334,8 +333,8 @@ def _flash_attention(
     kv = view(cache_seqlens)
     if appended is not None:
         # Nothing is written for a call that decode would refuse. A workspace remembers which it would not.
-        form = (NewTokens, q.requires_grad, _form(q), kv.form, _form(kv.k), _form(kv.v), _form(out), return_softmax_lse)
-        form += tuple(_form(rule) if isinstance(rule, Tensor) else rule for rule in rules.values())
+        form = (NewTokens, q.requires_grad, kv.form, return_softmax_lse, *map(_form_of, (q, kv.k, kv.v, out)))
+        form += tuple(_form_of(rule) if isinstance(rule, Tensor) else rule for rule in rules.values())
         if workspace.recall(form) is None or checks.debugging():
             api.plan_decode(q, kv, workspace, out=out, **rules)
             workspace.remember(form, NewTokens)
@@ -344,11 +343,6 @@ def _flash_attention(
         kv = view(total_lens)
     api.decode(q, kv, workspace, out=out, **rules)
     return out if lse is None else (out, lse)
-
-
-def _form(tensor: Tensor) -> Hashable:
-    """What decode's checks depend on of a tensor."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNED_BYTES
 
 
 class NewTokens:
