@@ -9,17 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import STEP, moved, spacious
+from support import STEP, ints, moved, spacious
 from torch import Tensor
 
 import splitkv
 from splitkv import append, reference
 
 HEADS, WIDTH, WIDTH_V = 3, 20, 16  # neither is a power of two, nor are rows of keys aligned
-
-
-def int32(values: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def caches(shape: tuple[int, ...], swap: bool, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -34,32 +30,32 @@ def caches(shape: tuple[int, ...], swap: bool, dtype: torch.dtype, device: torch
 
 def paged(device: torch.device, dtype: torch.dtype) -> splitkv.PagedKV:
     k, v = caches((6, 4, HEADS), False, dtype, device)
-    return splitkv.PagedKV(k, v, int32([0], device).view(1, 1), int32([0], device))
+    return splitkv.PagedKV(k, v, ints([0], device).view(1, 1), ints([0], device))
 
 
 def paged_hnd(device: torch.device, dtype: torch.dtype) -> splitkv.PagedKV:
     k, v = caches((6, 4, HEADS), True, dtype, device)
-    return splitkv.PagedKV(k, v, int32([0], device).view(1, 1), int32([0], device), layout="HND")
+    return splitkv.PagedKV(k, v, ints([0], device).view(1, 1), ints([0], device), layout="HND")
 
 
 def csr(device: torch.device, dtype: torch.dtype) -> splitkv.PagedKV:
     k, v = caches((6, 4, HEADS), False, dtype, device)
-    return splitkv.PagedKV.from_csr(k, v, int32([0, 1], device), int32([0], device), int32([1], device))
+    return splitkv.PagedKV.from_csr(k, v, ints([0, 1], device), ints([0], device), ints([1], device))
 
 
 def contiguous(device: torch.device, dtype: torch.dtype) -> splitkv.ContiguousKV:
     k, v = caches((3, 8, HEADS), False, dtype, device)
-    return splitkv.ContiguousKV(k, v, int32([0, 0, 0], device))
+    return splitkv.ContiguousKV(k, v, ints([0, 0, 0], device))
 
 
 def contiguous_heads_first(device: torch.device, dtype: torch.dtype) -> splitkv.ContiguousKV:
     k, v = caches((3, 8, HEADS), True, dtype, device)
-    return splitkv.ContiguousKV(k.transpose(1, 2), v.transpose(1, 2), int32([0, 0, 0], device))
+    return splitkv.ContiguousKV(k.transpose(1, 2), v.transpose(1, 2), ints([0, 0, 0], device))
 
 
 def ragged(device: torch.device, dtype: torch.dtype) -> splitkv.RaggedKV:
     k, v = (c for c in caches((24, HEADS), False, dtype, device))
-    return splitkv.RaggedKV(k, v, int32([0, 24], device))
+    return splitkv.RaggedKV(k, v, ints([0, 24], device))
 
 
 LAYOUTS: list[Callable[[torch.device, torch.dtype], Any]] = [
@@ -97,7 +93,7 @@ def test_new_tokens_and_nothing_else(device: torch.device, layout: Callable[...,
     fused = torch.randn(9, HEADS, WIDTH + WIDTH_V + 1, device=device).to(dtype)
     k_new, v_new = fused[..., 1 : WIDTH + 1], fused[..., WIDTH + 1 :]
     # Skipped, the last one, past the end by one and by far; more slots than tokens.
-    slots = int32([5, -1, 0, SLOTS - 1, SLOTS, 2**31 - 1, 11, -(2**31), 6, 3, 4], device)
+    slots = ints([5, -1, 0, SLOTS - 1, SLOTS, 2**31 - 1, 11, -(2**31), 6, 3, 4], device)
     reference.append_kv(k_new, v_new, expected, slots)
     splitkv.append_kv(k_new, v_new, kv, slots)
     assert_same_memory(kv, expected)
@@ -109,10 +105,10 @@ def test_new_tokens_and_nothing_else(device: torch.device, layout: Callable[...,
 )
 def test_widths(device: torch.device, heads: int, width: int, width_v: int) -> None:
     k, v = torch.zeros(5, 2, heads, width, device=device), torch.zeros(5, 2, heads, width_v, device=device)
-    kv = splitkv.PagedKV(k, v, int32([0], device).view(1, 1), int32([0], device))
+    kv = splitkv.PagedKV(k, v, ints([0], device).view(1, 1), ints([0], device))
     k_new, v_new = torch.randn(4, heads, width, device=device), torch.randn(4, heads, width_v, device=device)
     expected = twin(kv)
-    slots = int32([9, 2, -1, 4], device)
+    slots = ints([9, 2, -1, 4], device)
     reference.append_kv(k_new, v_new, expected, slots)
     splitkv.append_kv(k_new, v_new, kv, slots)
     assert_same_memory(kv, expected)
@@ -122,17 +118,17 @@ def test_widths(device: torch.device, heads: int, width: int, width_v: int) -> N
 def test_no_tokens_and_an_empty_cache(device: torch.device) -> None:
     kv = paged(device, torch.float32)
     before = twin(kv)
-    none = int32([], device)
+    none = ints([], device)
     splitkv.append_kv(
         torch.empty(0, HEADS, WIDTH, device=device), torch.empty(0, HEADS, WIDTH_V, device=device), kv, none
     )
     splitkv.move_kv(kv, none, none)
     assert_same_memory(kv, before)
     empty = splitkv.RaggedKV(
-        torch.empty(0, HEADS, WIDTH, device=device), torch.empty(0, HEADS, WIDTH_V, device=device), int32([0], device)
+        torch.empty(0, HEADS, WIDTH, device=device), torch.empty(0, HEADS, WIDTH_V, device=device), ints([0], device)
     )
     new = torch.ones(1, HEADS, WIDTH, device=device)
-    splitkv.append_kv(new, new[..., :WIDTH_V], empty, int32([0], device))
+    splitkv.append_kv(new, new[..., :WIDTH_V], empty, ints([0], device))
 
 
 @pytest.mark.parametrize(
@@ -172,21 +168,21 @@ def test_append_refuses(device: torch.device, change: dict[str, Any], error: typ
 
 def test_a_cache_whose_pages_share_memory_is_refused(device: torch.device) -> None:
     k = torch.zeros(1, 4, 2, 16, device=device).expand(3, 4, 2, 16)
-    kv = splitkv.PagedKV(k, k, int32([0], device).view(1, 1), int32([0], device))
+    kv = splitkv.PagedKV(k, k, ints([0], device).view(1, 1), ints([0], device))
     new = torch.ones(1, 2, 16, device=device)
     with pytest.raises(ValueError, match=r"kv\.k: expected memory of its own"):
-        splitkv.append_kv(new, new, kv, int32([0], device))
+        splitkv.append_kv(new, new, kv, ints([0], device))
 
 
 def test_slots_past_the_end_raise_in_debug_mode(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = ragged(device, torch.float32)
     new, new_v = torch.ones(2, HEADS, WIDTH, device=device), torch.ones(2, HEADS, WIDTH_V, device=device)
     monkeypatch.setenv("SPLITKV_DEBUG", "1")
-    splitkv.append_kv(new, new_v, kv, int32([1, SLOTS - 1, SLOTS], device))  # the third belongs to no token
+    splitkv.append_kv(new, new_v, kv, ints([1, SLOTS - 1, SLOTS], device))  # the third belongs to no token
     with pytest.raises(ValueError, match=f"slots: expected slots < {SLOTS} .* given {SLOTS} at index 1"):
-        splitkv.append_kv(new, new_v, kv, int32([1, SLOTS], device))
+        splitkv.append_kv(new, new_v, kv, ints([1, SLOTS], device))
     with pytest.raises(ValueError, match=f"dst_slots: expected slots < {SLOTS}"):
-        splitkv.move_kv(kv, int32([1], device), int32([SLOTS], device))
+        splitkv.move_kv(kv, ints([1], device), ints([SLOTS], device))
 
 
 @given(
@@ -201,7 +197,7 @@ def test_moves_happen_as_if_at_once(
     """Any overlap: chains, swaps, cycles."""
     kv = layout(device, torch.float32)
     expected = twin(kv)
-    source, target = int32([a for a, _ in moves], device), int32([b for _, b in moves], device)
+    source, target = ints([a for a, _ in moves], device), ints([b for _, b in moves], device)
     reference.move_kv(expected, source, target)
     splitkv.move_kv(kv, source, target)
     assert_same_memory(kv, expected)
@@ -210,9 +206,9 @@ def test_moves_happen_as_if_at_once(
 def test_more_moves_than_a_block_towards_the_front(device: torch.device) -> None:
     tokens = 3 * append.MOVE_BLOCK + 17
     k = torch.arange(float(tokens), device=device)[:, None, None].expand(tokens, 1, 16).contiguous()
-    kv = splitkv.RaggedKV(k, k.clone(), int32([0, tokens], device))
+    kv = splitkv.RaggedKV(k, k.clone(), ints([0, tokens], device))
     kept = [t for t in range(tokens) if t % 7 != 3]
-    splitkv.move_kv(kv, int32(kept, device), int32(list(range(len(kept))), device))
+    splitkv.move_kv(kv, ints(kept, device), ints(list(range(len(kept))), device))
     assert kv.k[: len(kept), 0, 5].tolist() == kept
     assert kv.v[: len(kept), 0, 15].tolist() == kept
 
@@ -234,14 +230,14 @@ def test_move_refuses(device: torch.device, source: Any, target: Any, text: str)
 def test_decode_sees_what_was_appended(device: torch.device) -> None:
     """One token at a time into scattered pages; uniform weights make the output the mean of the values."""
     k, v = (torch.full((4, 2, 1, 16), float("nan"), device=device) for _ in range(2))
-    table, lens = int32([2, 0, 3, -1], device).view(1, 4), int32([0], device)
+    table, lens = ints([2, 0, 3, -1], device).view(1, 4), ints([0], device)
     kv = splitkv.PagedKV(k, v, table, lens)
     workspace = splitkv.Workspace.allocate(
         splitkv.WorkspaceConfig(1, 1, 1, 16, dtype=torch.float32, max_splits=64), device
     )
     for token, slot in enumerate([4, 5, 0, 1, 6]):
         new = torch.full((1, 1, 16), float(token), device=device)
-        splitkv.append_kv(torch.zeros_like(new), new, kv, int32([slot], device))
+        splitkv.append_kv(torch.zeros_like(new), new, kv, ints([slot], device))
         lens.fill_(token + 1)
         out = splitkv.decode(torch.ones(1, 1, 16, device=device), kv, workspace)
         torch.testing.assert_close(out, torch.full_like(out, token / 2), rtol=1e-5, atol=0)
@@ -253,12 +249,12 @@ def test_a_known_form_is_written_to_where_its_tensors_lie(device: torch.device) 
     assert kvs[0].form == kvs[1].form
     for turn, kv in enumerate((kvs[0], kvs[1], kvs[0])):
         k_new, v_new = torch.randn(3, HEADS, WIDTH, device=device), torch.randn(3, HEADS, WIDTH_V, device=device)
-        slots = int32([turn, 23 - turn, -1], device)
+        slots = ints([turn, 23 - turn, -1], device)
         expected = twin(kv)
         reference.append_kv(k_new, v_new, expected, slots)
         splitkv.append_kv(k_new, v_new, kv, slots)
         assert_same_memory(kv, expected)
-        source, target = int32([turn, 2], device), int32([11, 12 + turn], device)
+        source, target = ints([turn, 2], device), ints([11, 12 + turn], device)
         reference.move_kv(expected, source, target)
         splitkv.move_kv(kv, source, target)
         assert_same_memory(kv, expected)
@@ -288,13 +284,13 @@ def test_strides_past_32_bits(device: torch.device, layout: str) -> None:
     }[layout]
     k, v = (spacious(2 * STEP + 64, torch.float16, device).as_strided(shape, strides).zero_() for _ in range(2))
     if layout == "tokens":
-        kv: splitkv.kv.KVView = splitkv.RaggedKV(k, v, int32([0, 0], device))
+        kv: splitkv.kv.KVView = splitkv.RaggedKV(k, v, ints([0, 0], device))
     else:
-        kv = splitkv.PagedKV(k, v, int32([0], device).view(1, 1), int32([0], device))
+        kv = splitkv.PagedKV(k, v, ints([0], device).view(1, 1), ints([0], device))
     last = k.shape[0] * (1 if layout == "tokens" else k.shape[1]) - 1
     new = torch.randn(2, heads, 16, device=device).half()
-    splitkv.append_kv(new, 2 * new, kv, int32([last, 0], device))
-    splitkv.move_kv(kv, int32([last], device), int32([last - 1], device))
+    splitkv.append_kv(new, 2 * new, kv, ints([last, 0], device))
+    splitkv.move_kv(kv, ints([last], device), ints([last - 1], device))
     for cache, tokens in ((k, new), (v, 2 * new)):
         rows = cache.reshape(-1, heads, 16)
         assert torch.equal(rows[-2:], tokens[:1].expand(2, heads, 16)) and torch.equal(rows[0], tokens[1])
@@ -307,13 +303,13 @@ def test_offsets_past_32_bits(device: torch.device) -> None:
     pages = 2**31 // (16 * heads * width) + 2
     k = torch.zeros(pages, 16, heads, width, dtype=torch.bfloat16, device=device)
     v = torch.zeros(pages, 16, heads, 16, dtype=torch.bfloat16, device=device)
-    kv = splitkv.PagedKV(k, v, int32([0], device).view(1, 1), int32([0], device))
+    kv = splitkv.PagedKV(k, v, ints([0], device).view(1, 1), ints([0], device))
     new = torch.randn(2, heads, width, dtype=torch.bfloat16, device=device)
     last = pages * 16 - 1
-    splitkv.append_kv(new, new[..., :16].contiguous(), kv, int32([last, 0], device))
+    splitkv.append_kv(new, new[..., :16].contiguous(), kv, ints([last, 0], device))
     assert torch.equal(k[-1, -1], new[0]) and torch.equal(k[0, 0], new[1]) and torch.equal(v[-1, -1], new[0, :, :16])
     assert k.count_nonzero() == new.count_nonzero()
-    splitkv.move_kv(kv, int32([last, 0], device), int32([last - 1, last], device))
+    splitkv.move_kv(kv, ints([last, 0], device), ints([last - 1, last], device))
     assert torch.equal(k[-1, -2], new[0]) and torch.equal(k[-1, -1], new[1])
 
 
@@ -322,13 +318,13 @@ def test_replay_with_other_slots(device: torch.device) -> None:
     kv = paged(device, torch.float16)
     k_new = torch.randn(4, HEADS, WIDTH, device=device).half()
     v_new = torch.randn(4, HEADS, WIDTH_V, device=device).half()
-    slots = int32([-1] * 4, device)
+    slots = ints([-1] * 4, device)
     splitkv.append_kv(k_new, v_new, kv, slots)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         splitkv.append_kv(k_new, v_new, kv, slots)
     for values in ([0, 1, 2, 3], [23, -1, 24, 7], [5, 4, 9, 8]):
-        slots.copy_(int32(values, device))
+        slots.copy_(ints(values, device))
         k_new.normal_()
         expected = twin(kv)
         reference.append_kv(k_new, v_new, expected, slots)
@@ -343,6 +339,6 @@ def test_another_device_than_the_current() -> None:
     kv = paged(device, torch.float32)
     new, new_v = torch.ones(1, HEADS, WIDTH, device=device), torch.ones(1, HEADS, WIDTH_V, device=device)
     with torch.cuda.device(0):
-        splitkv.append_kv(new, new_v, kv, int32([7], device))
+        splitkv.append_kv(new, new_v, kv, ints([7], device))
         assert torch.cuda.current_device() == 0
     assert torch.equal(kv.k[1, 3], new[0])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import moved
+from support import ints, moved
 from torch import Tensor
 
 from splitkv import masks, reference
@@ -29,10 +29,6 @@ def expected(
     return torch.cat(blocks)
 
 
-def int32(values: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
 requests = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20), st.integers(0, 150)), min_size=1, max_size=5)
 windows = st.one_of(st.none(), st.sampled_from([0, 1, 5, 2**31 - 1, 2**40]))
 
@@ -49,17 +45,17 @@ def test_ragged(
 ) -> None:
     q_lens = [q for q, _, _ in rows]
     total_q = sum(q_lens)
-    indptr = int32([sum(q_lens[:b]) for b in range(len(rows) + 1)], device)
+    indptr = ints([sum(q_lens[:b]) for b in range(len(rows) + 1)], device)
     shape = masks.ragged_mask_shape(total_q + extra, max_len)
     # A stretch of a wider tensor: what lies beside it is a guard.
     wide = torch.ones(shape[0], max_len + 3, dtype=torch.bool, device=device)
     out = masks.ragged_mask(
         wide[:, :max_len],
         indptr,
-        int32([s for _, _, s in rows], device),
+        ints([s for _, _, s in rows], device),
         causal=causal,
         window_left=window,
-        kv_start=int32([start for _, start, _ in rows], device),
+        kv_start=ints([start for _, start, _ in rows], device),
     )
     assert wide[:, max_len:].all()
     assert not out[total_q:].any()
@@ -72,7 +68,7 @@ def test_uniform(device: torch.device, causal: bool, window: int | None) -> None
     lens, starts = [9, 0, 3, 200], [0, 0, 2, 130]
     out = torch.empty(masks.attention_mask_shape(4, 3, 200), dtype=torch.bool, device=device)
     returned = masks.attention_mask(
-        out, int32(lens, device), causal=causal, window_left=window, kv_start=int32(starts, device)
+        out, ints(lens, device), causal=causal, window_left=window, kv_start=ints(starts, device)
     )
     assert returned is out
     want = expected(200, [(3, a, b) for a, b in zip(starts, lens, strict=True)], causal=causal, window_left=window)
@@ -82,11 +78,11 @@ def test_uniform(device: torch.device, causal: bool, window: int | None) -> None
 def test_validity(device: torch.device) -> None:
     lens, starts = [0, 3, 300, -5], [0, 1, 290, 0]
     out = torch.ones(masks.validity_mask_shape(4, 300), dtype=torch.bool, device=device)
-    masks.validity_mask(out, int32(lens, device), kv_start=int32(starts, device))
+    masks.validity_mask(out, ints(lens, device), kv_start=ints(starts, device))
     keys = torch.arange(300)
     want = (keys >= torch.tensor(starts)[:, None]) & (keys < torch.tensor(lens)[:, None])
     assert torch.equal(out.cpu(), want)
-    masks.validity_mask(out, int32(lens, device))
+    masks.validity_mask(out, ints(lens, device))
     assert torch.equal(out.cpu(), keys < torch.tensor(lens)[:, None])
 
 
@@ -105,7 +101,7 @@ def test_cells_written_are_what_the_size_function_says(device: torch.device) -> 
     shape = masks.attention_mask_shape(2, 4, 5 + 4)
     cells = 2 * 4 * 9
     assert shape == (2, 4, 9)
-    lens = int32([9, 9], device)
+    lens = ints([9, 9], device)
     buffer = torch.full((cells + 32,), 2, dtype=torch.uint8, device=device)
     out = buffer[16 : 16 + cells].view(torch.bool).view(shape)
     masks.attention_mask(out, lens)
@@ -115,25 +111,25 @@ def test_cells_written_are_what_the_size_function_says(device: torch.device) -> 
 
     ragged_shape = masks.ragged_mask_shape(8, 9)
     ragged = buffer[16 : 16 + cells].view(torch.bool).view(ragged_shape)
-    masks.ragged_mask(ragged.fill_(False), int32([0, 4, 8], device), lens)
+    masks.ragged_mask(ragged.fill_(False), ints([0, 4, 8], device), lens)
     assert torch.equal(ragged.cpu(), expected(9, [(4, 0, 9)] * 2))
 
     before = buffer.clone()
     short = buffer[16 : 16 + cells - 1].view(torch.bool)
     for writer, arguments in (
         (masks.attention_mask, (short, lens)),
-        (masks.ragged_mask, (short, int32([0, 4, 8], device), lens)),
+        (masks.ragged_mask, (short, ints([0, 4, 8], device), lens)),
         (masks.validity_mask, (short, lens)),
         (masks.position_mask, (short, lens)),
     ):
         with pytest.raises(ValueError, match="out: expected shape"):
             writer(*arguments)
     with pytest.raises(ValueError, match="out: expected shape"):
-        masks.position_mask(torch.empty(2, 1, 9, dtype=torch.bool, device=device), int32([1, 2, 3], device))
+        masks.position_mask(torch.empty(2, 1, 9, dtype=torch.bool, device=device), ints([1, 2, 3], device))
     with pytest.raises(ValueError, match="seq_lens: expected at least 2 elements, given 1"):
         masks.attention_mask(out, lens[:1])
     with pytest.raises(ValueError, match="seq_lens: expected at least 3 elements, given 2"):
-        masks.ragged_mask(ragged, int32([0, 4, 8, 8], device), lens)
+        masks.ragged_mask(ragged, ints([0, 4, 8, 8], device), lens)
     assert torch.equal(buffer, before)
 
 
@@ -174,7 +170,7 @@ def test_size_functions_take_counts() -> None:
 
 
 def test_empty_masks(device: torch.device) -> None:
-    lens = int32([1], device)
+    lens = ints([1], device)
     for shape in ((0, 2, 5), (1, 0, 5), (1, 2, 0)):
         out = torch.empty(shape, dtype=torch.bool, device=device)
         assert masks.attention_mask(out, lens).shape == shape
@@ -182,11 +178,11 @@ def test_empty_masks(device: torch.device) -> None:
 
 def test_lengths_past_the_mask_raise_in_debug_mode(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     out = torch.empty(2, 1, 4, dtype=torch.bool, device=device)
-    masks.attention_mask(out, int32([4, 6], device))
+    masks.attention_mask(out, ints([4, 6], device))
     monkeypatch.setenv("SPLITKV_DEBUG", "1")
-    masks.attention_mask(out, int32([4, 4], device))
+    masks.attention_mask(out, ints([4, 4], device))
     with pytest.raises(ValueError, match=r"seq_lens: expected lengths up to 4 .* given 6 in row 1"):
-        masks.attention_mask(out, int32([4, 6], device))
+        masks.attention_mask(out, ints([4, 6], device))
 
 
 # Tree masks
@@ -280,7 +276,7 @@ def test_tree_words_written_are_what_the_size_function_says(device: torch.device
     assert shape == (2, 4, 1)
     buffer = torch.full((words + 8,), -7, dtype=torch.int32, device=device)
     out, short = buffer[4 : 4 + words].view(shape), buffer[4 : 4 + words - 1]
-    parents = int32([-1, 0, 0, 2], device).repeat(2, 1)
+    parents = ints([-1, 0, 0, 2], device).repeat(2, 1)
     sees = torch.zeros(2, 4, 4, dtype=torch.bool, device=device)
     for row, seen in enumerate(ancestors([-1, 0, 0, 2])):
         sees[:, row, list(seen)] = True
@@ -334,7 +330,7 @@ def test_tree_refusals(
 def test_wrong_parents_raise_in_debug_mode(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPLITKV_DEBUG", "1")
     out = torch.zeros(masks.tree_mask_shape(2, 3), dtype=torch.int32, device=device)
-    good = int32([-1, 0, 1, -1, -1, -1], device).view(2, 3)
+    good = ints([-1, 0, 1, -1, -1, -1], device).view(2, 3)
     masks.tree_mask_from_parents(good, out)
     before = out.clone()
     for node, wrong in ((0, 0), (1, 1), (1, 2), (2, 3), (2, -2)):
