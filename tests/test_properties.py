@@ -156,18 +156,28 @@ def test_any_extend_is_within_the_error_budget(problem, record_ratios):
 
 
 @pytest.mark.parametrize(
-    ("rows", "mask", "window_left", "num_splits"),
-    [(64, "causal", None, None), (128, "causal", 50, 1), (128, "full", 50, 1), (64, "tree", None, None)],
+    ("rows", "mask", "window_left", "num_splits", "more"),
+    [
+        (64, "causal", None, None, {}),
+        (128, "causal", 50, 1, {}),
+        (128, "full", 50, 1, {}),
+        (64, "tree", None, None, {}),
+        (64, "causal", 50, 1, dict(page_size=3)),
+        (64, "causal", None, 1, dict(kv_start=True, kind="csr", page_size=3, head_dim_v=16, sinks="float32")),
+        (64, "full", None, 1, dict(kv_start=True, kind="ragged", head_dim_v=16, alibi=True)),
+        (64, "tree", 50, 2, dict(kv_start=True, layout="HND", head_dim_v=16, softcap=2.0)),
+    ],
 )
-def test_chunks_in_tall_tiles(rows, mask, window_left, num_splits):
+def test_chunks_in_tall_tiles(rows, mask, window_left, num_splits, more):
     """With blocks that are seen whole, blocks at the edges of what is seen, and draft tokens over several blocks."""
     q_len = 150 if COMPILED else 20
-    problem = make_problem(
-        8, device=DEVICE, dtype=torch.bfloat16, cache=None, kind="paged", layout="NHD", kv_strides="contiguous",
-        page_size=16, lens=(2000, 700, q_len) if COMPILED else (150, 70, q_len), query="several", q_len=q_len,
-        num_kv_heads=1, group_size=4, head_dim=128 if COMPILED else 32, head_dim_v=None, mask=mask,
-        window_left=window_left, q_tile_rows=rows, num_splits=num_splits, split_tokens=None, max_splits=None,
+    form = dict(
+        dtype=torch.bfloat16, cache=None, kind="paged", layout="NHD", kv_strides="contiguous", page_size=16,
+        lens=(2000, 700, q_len) if COMPILED else (150, 70, q_len), query="several", q_len=q_len, num_kv_heads=1,
+        group_size=4, head_dim=128 if COMPILED else 32, head_dim_v=None, mask=mask, window_left=window_left,
+        q_tile_rows=rows, num_splits=num_splits, split_tokens=None, max_splits=None, kv_start=False,
     )  # fmt: skip
+    problem = make_problem(8, device=DEVICE, **{**form, **more})
     result = attend(problem)
     problem.expected().check(result.out, result.lse, problem)
 
