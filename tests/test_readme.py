@@ -12,6 +12,7 @@ import torch
 
 import splitkv
 from splitkv import testing
+from splitkv.bench.record import Record
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -72,6 +73,41 @@ def test_figures_of_speed_are_the_records() -> None:
     assert found is not None and found[2] == readme_speed.speed_table()
     assert f"geometric mean of {readme_speed.mean_over_paged_peers():.2f}" in README
     assert all(run["date"][:10] in found[1] for run in readme_speed.load()[0].runs)
+
+
+OTHER_CELLS = {
+    "tree of 4 draft tokens, b8-4k": ("rules", "tree-b8-4k"),
+    "gpt-oss, 64/8 heads of 64, sinks, 32 × 8192": ("rules", "gpt-oss-full"),
+    "gpt-oss, its window of 128": ("rules", "gpt-oss-window"),
+    "Gemma-2, 16/8 heads of 256, softcap, 32 × 8192": ("rules", "gemma-2-full"),
+    "Gemma-2, its window of 4096": ("rules", "gemma-2-window"),
+    "chunks of 512 tokens over 8192, 4 requests": ("rules", "extend-512"),
+    "chunks of 2048 tokens over 8192, 4 requests": ("rules", "extend-2048"),
+    "e4m3 cache, b32-4k": ("formats", "fp8-b32-4k"),
+    "e4m3 cache, b128-1k": ("formats", "fp8-b128-1k"),
+    "MLA, 16 heads, 1 × 8192": ("formats", "mla-1x8k"),
+    "MLA, 16 heads, 32 × 8192": ("formats", "mla-32x8k"),
+    "MLA, 16 heads, 128 × 4096": ("formats", "mla-128x4k"),
+    "MLA, 128 heads, 64 × 4096": ("formats", "mla-h128-64x4k"),
+}
+PEERS = {"FA3": "fa3", "vLLM": "vllm_triton", "vLLM's tree": "vllm_triton", "FlashMLA": "flashmla"}
+
+
+@pytest.mark.parametrize("label", OTHER_CELLS)
+def test_other_figures_of_speed_are_the_records(label: str) -> None:
+    """The limit, ours and peers that are named, as far as they are written out."""
+    file, name = OTHER_CELLS[label]
+    record = Record.load(readme_speed.DATA / f"h200_{file}.json")
+    measured = next(m for m in record.cells if m.cell.name == name)
+    row = re.search(rf"^\| {re.escape(label)} \| ([\d.]+) \| ([\d.]+) \| (.*) \|$", README, re.MULTILINE)
+    best = measured.best_of_ours()
+    assert row is not None and best is not None
+    beside = re.findall(rf"({'|'.join(PEERS)}) ([\d.]+)", row[3])
+    told = [(row[1], measured.sol_us), (row[2], best[1].us)]
+    told += [(text, measured.peers[PEERS[peer]].us) for peer, text in beside]
+    for text, us in told:
+        digits = len(text.partition(".")[2])
+        assert us is not None and float(text) == round(us, digits), (text, us)
 
 
 def test_engine_table_is_the_record():
