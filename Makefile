@@ -53,7 +53,7 @@ unit: setup
 test-gpu: setup
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
-# Every kernel is run by these; what needs no Triton was tested without it.
+# Every kernel that calls launch is run by these; what needs no Triton was tested without it.
 OLDEST_TESTS := $(addprefix tests/,cases test_api.py test_append.py test_interpreter.py test_masks.py test_properties.py \
                 test_schedule.py test_step.py test_work_list.py \
                 test_compat.py::test_flash_attention_3_with_ragged_tokens \

@@ -23,14 +23,12 @@ class Target:
         arch: "cuda:90", "hip:gfx942", or "cpu" for Triton's interpreter.
         num_sms: Streaming multiprocessors (compute units).
         shared_memory: Bytes of shared memory that one program may take.
-        registers: 32-bit registers of one multiprocessor.
         sm_shared_memory: Bytes of shared memory of one multiprocessor.
     """
 
     arch: str
     num_sms: int
     shared_memory: int
-    registers: int = 65536
     sm_shared_memory: int = 0
 
     @property
@@ -78,7 +76,6 @@ class Target:
             arch=f"cuda:{props.major}{props.minor}",
             num_sms=props.multi_processor_count,
             shared_memory=props.shared_memory_per_block_optin,
-            registers=props.regs_per_multiprocessor,
             sm_shared_memory=props.shared_memory_per_multiprocessor,
         )
 

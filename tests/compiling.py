@@ -44,6 +44,7 @@ class Gpu:
     target: Target
     reserved_shared: int = KB  # of each program, for the system
     max_warps: int = 64
+    registers: int = 65536  # NVIDIA: of one multiprocessor
     lane_registers: int = 512  # AMD: of each of four SIMDs, per lane, for the waves on it
 
     @property
@@ -62,13 +63,15 @@ class Gpu:
 
 
 def _nvidia(name: str, arch: int, num_sms: int, shared: int, sm_shared: int, max_warps: int, reserved: int = KB) -> Gpu:
-    target = Target(f"cuda:{arch}", num_sms, shared * KB, 65536, sm_shared * KB)
+    target = Target(f"cuda:{arch}", num_sms, shared * KB, sm_shared * KB)
     return Gpu(name, target, reserved, max_warps)
 
 
 def _amd(name: str, arch: str, num_cus: int, lane_registers: int = 512) -> Gpu:
     # As Target.of makes it. A program of 4 waves has one on each of the 4 SIMDs.
-    return Gpu(name, Target(f"hip:{arch}", num_cus, 64 * KB, sm_shared_memory=64 * KB), 0, 32, lane_registers)
+    return Gpu(
+        name, Target(f"hip:{arch}", num_cus, 64 * KB, sm_shared_memory=64 * KB), 0, 32, lane_registers=lane_registers
+    )
 
 
 GPUS = {

@@ -15,7 +15,7 @@ from splitkv import _interpreter
 from splitkv.kernels import prepared
 from splitkv.tiles import Target
 
-TARGET = Target("cuda:90", 132, 232448, 65536, 233472)
+TARGET = Target("cuda:90", 132, 232448, 233472)
 
 
 class Utils:

@@ -105,7 +105,7 @@ def faults(case: Case, used: Used) -> list[str]:
     if gpu.amd:
         needed, limit = cdiv(warps, 4) * cdiv(used.registers, 8) * 8, gpu.lane_registers
     else:
-        needed, limit = warps * 32 * cdiv(used.registers, 8) * 8, target.registers
+        needed, limit = warps * 32 * cdiv(used.registers, 8) * 8, gpu.registers
     if needed > limit or warps > gpu.max_warps:
         found.append(f"{used.programs} programs need {needed} registers, of {limit}, and {warps} warps")
     most = SHARED_TREE_SPILLED if {"shared", "tree"} <= set(case.rules) else SPILLED

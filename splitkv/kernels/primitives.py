@@ -406,8 +406,7 @@ def tanh(x):
     """tanh in float32, to a few roundings of its size: an odd polynomial near 0, where 1 - 2 / (exp(2x) + 1) cancels.
 
     A soft cap multiplies what it returns by the cap, which may be large, so that an error relative to 1 would not do.
-    The
-    quotient is exact at both ends: exp saturates to 0 and inf. The polynomial is a least-maximum fit of its own on
+    The quotient is exact at both ends: exp saturates to 0 and inf. The polynomial is a least-maximum fit of its own on
     0…0.65 (relative error 7e-9).
     """
     z = x * x

@@ -1,7 +1,7 @@
 """Kernels that write what an engine needs per step: what the host staged, `bind` and `advance`.
 
 None of their integers is specialised: batch sizes and token counts change from step to step, and a step must not
-    compile.
+compile.
 """
 
 import triton
