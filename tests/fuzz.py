@@ -103,9 +103,9 @@ ELEMENTS = 1 << 21
 """Most numbers of a cache, so that drawing them does not take longer than all else."""
 
 TELL_EVERY = 10.0
+"""Seconds after which a run says again how far it is."""
 KEPT_BYTES = 2**31  # of a GPU's memory that one of many processes keeps between two problems
 TRIES = 4  # of a problem for which other processes left no memory
-"""Seconds after which a run says again how far it is."""
 
 
 @dataclasses.dataclass(frozen=True)
