@@ -66,13 +66,43 @@ def _check_new(name: str, new: object, kv: KVView, width: int, dtype: torch.dtyp
     return new
 
 
-def _check_apart(kv: KVView, read: Iterable[tuple[str, Tensor | None]]) -> None:
-    """Raise ValueError unless a cache that will be written lies apart from these, and its values from its keys."""
+def _check_apart(kv: KVView, read: Iterable[tuple[str, Tensor | None]], scales: bool) -> None:
+    """Raise ValueError unless a cache that will be written lies apart from these, and its values from its keys; with
+    `scales` those that tokens have of their own as well."""
     if not _same_memory(kv):
         checks.check_apart("kv.v", kv.v, [("kv.k", kv.k)])
+    written = [("the cache that is written", cache) for cache in (kv.k, kv.v)]
+    if scales:
+        own = [(f"kv.{name}", scale) for name, scale in _own_scales(kv)]
+        for i, (name, scale) in enumerate(own):
+            checks.check_apart(name, scale, [*own[:i], *written])
+        written += [("the scales that are written", scale) for _, scale in own]
     for name, tensor in read:
         if tensor is not None:
-            checks.check_apart(name, tensor, [("the cache that is written", cache) for cache in (kv.k, kv.v)])
+            checks.check_apart(name, tensor, written)
+
+
+def _own_scales(kv: KVView) -> list[tuple[str, Tensor]]:
+    """The scales that tokens have of their own, by name; of a LatentKV there is one for keys and values."""
+    named = zip(("scale",) if kv.latent else ("k_scale", "v_scale"), kv.scales, strict=False)
+    return [(name, scale.tensor) for name, scale in named if scale.per_token and scale.tensor is not None]
+
+
+def _check_written_scales(kv: KVView) -> None:
+    """Raise ValueError unless every token and head has a scale of its own in memory."""
+    own = _own_scales(kv)
+    for name, scale in own:
+        checks.check_no_overlap(f"kv.{name}", scale)
+    if own and _same_memory(kv) and not kv.latent:
+        raise ValueError(
+            "kv.v: expected memory apart from kv.k where tokens have scales of their own (a LatentKV has one for "
+            "both), given the same"
+        )
+
+
+def _writes_scales(names: tuple[str, ...], given: tuple[Tensor | None, ...], kv_dtype: torch.dtype) -> bool:
+    """Whether a call writes the scales that tokens have of their own: not where numbers come quantised already."""
+    return names is MOVE_NAMES or (given[0] is not None and given[0].dtype != kv_dtype)
 
 
 def _check_slots_in_debug(name: str, slots: Tensor, count: int) -> None:
@@ -127,7 +157,9 @@ def append_kv(k_new: Tensor, v_new: Tensor | None, kv: KVView, slots: Tensor) ->
             of a quantised cache float16, bfloat16 or float32; any strides with the last 1, such as a slice of a fused
             projection.
         v_new: [tokens, num_kv_heads, head_dim_v], of the dtype of k_new. None for a LatentKV: its values are in k_new.
-        kv: The cache. Its lengths and page table are not read: slots say all.
+            Where a view's values are the first columns of its keys, v_new must be those of k_new.
+        kv: The cache. Its lengths and page table are not read: slots say all. Scales that are written have memory of
+            their own: one tensor for keys and values, or one scale for all heads of a token, is refused.
         slots: [≥ tokens] int32, such as `StepState.out_cache_loc`; those past the tokens are ignored. A slot is
             page · page_size + offset (PagedKV, LatentKV), row · max_len + offset (ContiguousKV) or a token's index
             (RaggedKV). Tokens with a negative slot are skipped, and so are those with a slot past the cache's end (with
@@ -169,7 +201,7 @@ def _run(names: tuple[str, ...], given: tuple[Tensor | None, ...], kv: KVView, p
             _calls.remember(form, call)
     call(
         (*_as_taken(given, kv.dtype), *_cache_tensors(kv)),
-        lambda: _check_apart(kv, zip(ARGUMENTS[names], given, strict=True)),
+        lambda: _check_apart(kv, zip(ARGUMENTS[names], given, strict=True), _writes_scales(names, given, kv.dtype)),
     )
 
 
@@ -203,7 +235,9 @@ def _plan_append(k_new: Tensor, v_new: Tensor | None, kv: KVView, slots: Tensor)
     """Check a call of `append_kv` and say what it launches."""
     where = _slots_of(kv)
     k_new = _check_new("k_new", k_new, kv, kv.head_dim)
-    tokens = k_new.shape[0]
+    tokens, copied = k_new.shape[0], k_new.dtype == kv.dtype
+    if not copied:
+        _check_written_scales(kv)
     if kv.latent:
         if v_new is not None:
             raise TypeError(f"v_new: expected None with a LatentKV, given {type(v_new).__name__}")
@@ -213,13 +247,12 @@ def _plan_append(k_new: Tensor, v_new: Tensor | None, kv: KVView, slots: Tensor)
             raise ValueError(f"v_new: expected {tokens} tokens (those of k_new), given {v_new.shape[0]}")
     tile_sizes.check_cache_dtype(tile_sizes.Target.of(kv.device), kv.dtype)
     checks.check_index_vector("slots", slots, kv.device, "kv", least=tokens)
-    _check_apart(kv, [("k_new", k_new), ("v_new", v_new), ("slots", slots)])
+    _check_apart(kv, [("k_new", k_new), ("v_new", v_new), ("slots", slots)], not copied)
     refusal = None if kv.k.is_meta else _interpreter.why_not(kv.device.type)
     if refusal is not None:
         raise ValueError(f"kv: {refusal}")
     _check_slots_in_debug("slots", slots[:tokens], where.total)
     new = [tensor for tensor in (k_new, v_new) if tensor is not None]
-    copied = k_new.dtype == kv.dtype
     if copied and kv.quantized:
         new = [tensor.view(torch.uint8) for tensor in new]
     block_d = min(128, next_power_of_2(kv.head_dim))
@@ -311,7 +344,8 @@ def _plan_move(kv: KVView, src_slots: Tensor, dst_slots: Tensor) -> Launch:
     where = _slots_of(kv)
     checks.check_index_vector("src_slots", src_slots, kv.device, "kv")
     checks.check_index_vector("dst_slots", dst_slots, kv.device, "kv")
-    _check_apart(kv, [("src_slots", src_slots), ("dst_slots", dst_slots)])
+    _check_written_scales(kv)
+    _check_apart(kv, [("src_slots", src_slots), ("dst_slots", dst_slots)], True)
     checks.check_shape("dst_slots", dst_slots, src_slots.shape)
     refusal = None if kv.k.is_meta else _interpreter.why_not(kv.device.type)
     if refusal is not None:
@@ -379,5 +413,9 @@ def _run_parts(
     k, v, _, _, _, _, _, _, k_scale, v_scale, _, _ = operators.operands(*view)
     call(
         (*_as_taken(given, view[0].dtype), k, v, k_scale, v_scale),
-        lambda: _check_apart(operators.put_together(*view), zip(ARGUMENTS[names], given, strict=True)),
+        lambda: _check_apart(
+            operators.put_together(*view),
+            zip(ARGUMENTS[names], given, strict=True),
+            _writes_scales(names, given, view[0].dtype),
+        ),
     )

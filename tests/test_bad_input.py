@@ -517,6 +517,31 @@ def appending_latent() -> dict[str, Any]:
     return dict(k_new=zeros(BATCH, 1, WIDTH), v_new=None, kv=latent()["kv"], slots=roomy([1, 5]))
 
 
+def with_scales(k_scale: Tensor, v_scale: Tensor, same_memory: bool = False) -> KVView:
+    kv = paged(torch.int8, k_scale=k_scale, v_scale=v_scale)
+    v = kv.k if same_memory else kv.v
+    return splitkv.PagedKV(kv.k, v, kv.page_table, kv.seq_lens, k_scale=k_scale, v_scale=v_scale)
+
+
+def token_scales() -> Tensor:
+    return zeros(8, PAGE, KV_HEADS, dtype=torch.float32) + 1
+
+
+def one_scale_for_both(_: KVView) -> KVView:
+    scales = token_scales()
+    return with_scales(scales, scales)
+
+
+def one_scale_for_heads(_: KVView) -> KVView:
+    return with_scales(token_scales(), token_scales()[..., :1].expand(-1, -1, KV_HEADS))
+
+
+def scales_in_keys(_: KVView) -> KVView:
+    kv, scales = with_scales(token_scales(), token_scales()), token_scales()
+    k_scale = over(kv.k, scales)
+    return splitkv.PagedKV(kv.k, kv.v, kv.page_table, kv.seq_lens, k_scale=k_scale, v_scale=scales)
+
+
 def shared_pages(kv: KVView) -> KVView:
     k, v = zeros(1, PAGE, KV_HEADS, WIDTH).expand(8, -1, -1, -1), kv.v
     return splitkv.PagedKV(k, v, kv.page_table, kv.seq_lens)
@@ -537,6 +562,20 @@ CACHES = [
     Bad("pages that are one", shared_pages, "strides [0, ", blamed=r"kv\.k"),
     Bad("pages within pages", interleaved_pages, "strides [", blamed=r"kv\.k"),
     Bad("values in keys", values_in_keys, "shares memory", blamed=r"kv\.v"),
+    *at(
+        "scaled",
+        [
+            Bad("one scale for both", one_scale_for_both, "shares memory", blamed=r"kv\.v_scale"),
+            Bad("one scale for all heads", one_scale_for_heads, "strides [", blamed=r"kv\.v_scale"),
+            Bad("scales in keys", scales_in_keys, "shares memory", blamed=r"kv\.k_scale"),
+            Bad(
+                "two scales for the same numbers",
+                lambda _: with_scales(token_scales(), token_scales(), True),
+                "the same",
+                blamed=r"kv\.v",
+            ),
+        ],
+    ),
 ]
 
 
@@ -831,7 +870,11 @@ def call_table() -> dict[str, Call]:
         "merge": MERGE,
         "append_kv": Call(
             splitkv.append_kv,
-            {"paged": appending, "latent": appending_latent},
+            {
+                "paged": appending,
+                "latent": appending_latent,
+                "scaled": lambda: appending() | dict(kv=with_scales(token_scales(), token_scales())),
+            },
             {
                 "k_new": [
                     *new_rows(),
@@ -847,13 +890,25 @@ def call_table() -> dict[str, Call]:
                 "slots": [
                     *vectors(),
                     Bad("in the cache", lambda a: over(a["kv"].k, a["slots"]), "shares memory", of_all=True),
+                    Bad(
+                        "in scales",
+                        lambda a: over(a["kv"].k_scale, a["slots"]),
+                        "shares memory",
+                        base="scaled",
+                        of_all=True,
+                    ),
                 ],
             },
             launches=True,
         ),
         "move_kv": Call(
             splitkv.move_kv,
-            {"paged": lambda: dict(kv=paged(), src_slots=roomy([1, 5]), dst_slots=roomy([2, 6]))},
+            {
+                "paged": lambda: dict(kv=paged(), src_slots=roomy([1, 5]), dst_slots=roomy([2, 6])),
+                "scaled": lambda: dict(
+                    kv=with_scales(token_scales(), token_scales()), src_slots=roomy([1, 5]), dst_slots=roomy([2, 6])
+                ),
+            },
             {
                 "kv": CACHES,
                 "src_slots": [
