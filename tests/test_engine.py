@@ -212,6 +212,39 @@ def test_requests_that_cannot_run_are_refused(model: Llama, request_: Request, g
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        dict(prompt=(1, 2)),
+        dict(prompt=torch.tensor([1, 2])),
+        dict(prompt="once"),
+        dict(prompt=[1, 2.0]),
+        dict(prompt=[1, "a"]),
+        dict(prompt=[torch.tensor(1)]),
+        dict(prompt=[[1, 2]]),
+        dict(max_new_tokens=2.5),
+        dict(max_new_tokens=None),
+        dict(temperature=None),
+        dict(temperature="0"),
+        dict(stop=None),
+        dict(stop=2),
+        dict(stop="</s>"),
+        [1, 2],
+    ],
+    ids=str,
+)
+def test_fields_of_other_types_are_refused(fields: Any) -> None:
+    """Before they meet other requests in a step."""
+    good, bad = dict(prompt=[1], max_new_tokens=4), fields
+    if isinstance(fields, dict):
+        bad = Request(**good | fields)
+    engine = Engine(random_llama(torch.device("cpu")), max_len=32, num_pages=16, page_size=4, max_batch_size=1)
+    for run in (engine.submit, lambda request: engine.generate([Request(**good), request])):
+        with pytest.raises((TypeError, ValueError), match=r"^request: expected .*, given "):
+            run(bad)
+        assert not engine.busy
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [({"max_tokens": 2}, "max_tokens: expected at least 3"), ({"max_len": 65}, "max_len: expected at most 64")],
 )
@@ -276,7 +309,7 @@ def test_a_request_goes_on_where_it_stopped_and_is_refused_where_it_cannot():
     with pytest.raises(ValueError, match=r"^request: expected one that is neither finished nor queued"):
         engine.submit(queued)
     good, bad = Request([1, 2], 2), Request([1, VOCABULARY], 2)
-    with pytest.raises(ValueError, match=rf"^request: expected tokens of 0…{VOCABULARY - 1}, given 1…{VOCABULARY}"):
+    with pytest.raises(ValueError, match=rf"^request: expected tokens of 0…{VOCABULARY - 1}, given {VOCABULARY}$"):
         engine.generate([good, bad])
     assert engine.generate([good]) == [dense_answer(model, [1, 2], 2)] and queued.finished and not engine.busy
 

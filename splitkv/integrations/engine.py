@@ -26,7 +26,7 @@ class Request:
     Attributes:
         prompt: Token ids, at least one.
         max_new_tokens: When to stop at the latest.
-        temperature: 0 takes the likeliest token; else tokens are drawn from softmax(logits / temperature).
+        temperature: ≤ 0 takes the likeliest token; else tokens are drawn from softmax(logits / temperature).
         stop: Ids that end the answer; they are part of it.
         generated: The answer so far.
         cached: How many tokens have their keys and values in the cache.
@@ -107,9 +107,8 @@ class Engine:
         step_config = splitkv.StepConfig(max_batch_size, max_total_q=max_tokens)
         self.state = splitkv.StepState.allocate(step_config, page_table, page_size, device)
         parts = {} if split_tokens is None else {"split_tokens": split_tokens, "max_parts": -(-max_len // split_tokens)}
-        config = splitkv.WorkspaceConfig(
-            max_batch_size, *heads, width, max_total_q=max_tokens, dtype=model.dtype, **parts
-        )
+        parts |= {"max_total_q": max_tokens}
+        config = splitkv.WorkspaceConfig(max_batch_size, *heads, width, dtype=model.dtype, **parts)
         self.workspace = splitkv.Workspace.allocate(config, device)
         shape = (len(model.layers), 2, num_pages, page_size, model.num_kv_heads, width)
         lens, rows = self.state.seq_lens, self.state.req_pool_indices
@@ -179,8 +178,8 @@ class Engine:
         """Queue a request, and return it.
 
         Raises:
-            ValueError: an empty prompt, tokens that the model does not know, more than max_len or the whole cache
-                holds with the answer; a request that is finished, or queued already.
+            TypeError, ValueError: fields of other types than `Request` says; no prompt, tokens that the model does not
+                know, more than max_len or the cache holds with the answer; one that is finished, or queued already.
         """
         self._check(request)
         request.cached = 0  # what it had in a cache is another's by now
@@ -188,6 +187,10 @@ class Engine:
         return request
 
     def _check(self, request: Request) -> None:
+        kinds: dict[str, tuple[type, ...]] = dict(prompt=(list,), max_new_tokens=(int,), temperature=(int, float))
+        for name, kind in (kinds | dict(stop=(set, frozenset))).items():
+            if not isinstance(value := getattr(request, name, request), kind):
+                raise TypeError(f"request: expected a Request with {name} as documented, given {type(value).__name__}")
         longest = min(self.max_len, self.pool.num_pages * self.pool.page_size)
         needed = len(request.prompt) + request.max_new_tokens
         if not request.prompt or request.max_new_tokens < 1 or needed > longest:
@@ -196,8 +199,8 @@ class Engine:
                 f"given {len(request.prompt)} and {request.max_new_tokens}"
             )
         vocabulary, tokens = self.model.embedding.shape[0], request.prompt + request.generated
-        if not all(0 <= token < vocabulary for token in tokens):
-            raise ValueError(f"request: expected tokens of 0…{vocabulary - 1}, given {min(tokens)}…{max(tokens)}")
+        if unknown := [token for token in tokens if type(token) is not int or not 0 <= token < vocabulary]:
+            raise ValueError(f"request: expected tokens of 0…{vocabulary - 1}, given {unknown[0]!r}")
         if request.finished or request in [*self.waiting, *self.running]:
             raise ValueError("request: expected one that is neither finished nor queued already")
 
@@ -223,8 +226,7 @@ class Engine:
             steps = min(self.burst, *(request.max_new_tokens - len(request.generated) for request in decoding))
             if self.pool.num_free_pages < len(decoding) * -(-steps // self.pool.page_size):
                 steps = 1
-        plan: dict[Request, int] = {}
-        budget = self.max_tokens
+        plan, budget = dict[Request, int](), self.max_tokens
         for request in decoding + reading:
             count = min(request.length - request.cached, budget)
             if request in self.running and count and self._make_room(request, count, steps - 1):
@@ -234,7 +236,6 @@ class Engine:
         if not batch:
             return []
         drawn = self._run(batch, [plan[request] for request in batch], steps)
-
         for column, request in enumerate(batch):
             complete = request.cached + plan[request] == request.length
             request.cached += plan[request] + steps - 1
