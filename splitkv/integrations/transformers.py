@@ -174,11 +174,13 @@ def _left_padding(mask: Tensor, end: int | Tensor) -> Tensor | None:
     start = torch.where(mask.any(1), mask.int().argmax(1), length)
     if readable:
         fits = ((mask == (columns >= start[:, None])) | (columns >= end)).all(1)
-        if int(end) > length or not bool(fits.all()):
-            row = "" if int(end) > length else f" in row {int(fits.int().argmin())}"
+        given = f"fewer columns ({length})" if int(end) > length else ""
+        if not given and not bool(fits.all()):
+            given = f"a hidden token right of a visible one in row {int(fits.int().argmin())}"
+        if given:
             raise ValueError(
-                f"attention_mask: expected padding on the left alone (padding_side='left') and a column for each of "
-                f"{int(end)} tokens, given a hidden token right of a visible one or fewer columns ({length}){row}"
+                "attention_mask: expected padding on the left alone (padding_side='left') and a column for each of "
+                f"{int(end)} tokens, given {given}"
             )
     return start
 
