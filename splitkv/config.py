@@ -105,7 +105,8 @@ class WorkspaceConfig:
         num_kv_heads: Key/value heads, ≥ 1.
         head_dim: Width of a query and of a key, 1…576 elements.
         head_dim_v: Width of a value and of an output row, 1…576 elements. None: head_dim.
-        max_total_q: Most query tokens of all requests in one call. None: one per request.
+        max_total_q: Query tokens of all requests in one call that `out` and `lse` of the workspace have room for. None:
+            one per request. A call that is given its out (and lse) may have more.
         max_splits: Partial tiles that the workspace holds. None: 2048, or fewer so that partials stay within
             64·10⁶ bytes; with split_tokens, as many as every request's max_parts can need.
         q_tile_rows: Capacity of one query tile in rows (query tokens times heads of a group), a power of two in 16…128.
@@ -117,6 +118,7 @@ class WorkspaceConfig:
         max_parts: With split_tokens, most parts of one tile; longer sequences get parts of a multiple of split_tokens.
         dtype: torch.float16, torch.bfloat16 or torch.float32, of queries and outputs.
 
+    They size buffers and bound nothing else: any call fits that needs no more elements of each buffer than it holds.
     Defaults given as None are replaced by their values, so that every field can be read.
 
     Raises:
