@@ -337,7 +337,7 @@ def _attend(
         # Everything that plan_decode looks at, but for values that change with the same tensors. Numbers together with
         # their types: 1, 1.0 and True are equal, and not all of them are accepted.
         form = (
-            q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % ALIGNED_BYTES, q.is_neg(),
+            *_form_of(q),
             kv.form, kv.k.data_ptr() % ALIGNED_BYTES, kv.v.data_ptr() % ALIGNED_BYTES,
             want_lse,
             sm_scale, sm_scale.__class__, causal, causal.__class__, window_left, window_left.__class__,
@@ -511,8 +511,10 @@ def check_outputs_apart(
 
 def _form_of(tensor: Tensor) -> tuple[Hashable, ...]:
     """All that checks and constants depend on of a tensor."""
+    address = tensor.data_ptr()  # 0 of no memory
     return (
-        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNED_BYTES, tensor.is_neg(),
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address % ALIGNED_BYTES if address else -1,
+        tensor.is_neg(),
     )  # fmt: skip
 
 

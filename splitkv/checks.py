@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from splitkv.config import DTYPES, QUANTIZED_DTYPES, require_int
 
@@ -22,6 +24,7 @@ __all__ = [
     "check_in_place",
     "check_index_vector",
     "check_last_stride",
+    "check_memory",
     "check_no_grad",
     "check_no_overlap",
     "check_prefix_sums",
@@ -60,7 +63,7 @@ def shape_text(shape: Sequence[object]) -> str:
 
 
 def check_tensor(name: str, value: object) -> Tensor:
-    """Raise TypeError unless `value` is a tensor."""
+    """Raise unless `value` is a tensor of elements with strides, as they lie in memory."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, given {type(value).__name__}")
     if value.is_nested or value.layout != torch.strided:
@@ -69,7 +72,23 @@ def check_tensor(name: str, value: object) -> Tensor:
     # Operators ask it of the tensors that they are run with: a trace could not.
     if not torch.compiler.is_compiling() and value.is_neg():
         raise ValueError(f"{name}: expected numbers as they lie in memory, given a negated view (call resolve_neg())")
+    check_memory(name, value)
     return value
+
+
+def check_memory(name: str, tensor: Tensor) -> None:
+    """Raise TypeError where a tensor on a device has elements and nothing that a kernel could read."""
+    if not has_memory(tensor):
+        return
+    try:
+        present = tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:
+        present = False
+    if not present:
+        raise TypeError(
+            f"{name}: expected a tensor with memory of its own, given a {type(tensor).__name__} without: one that "
+            "wraps another, as a DTensor (to_local() has memory) or torch.vmap does, or whose storage was freed"
+        )
 
 
 def is_fake(tensor: object) -> bool:
@@ -85,9 +104,13 @@ def has_memory(tensor: Tensor) -> bool:
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd would have to follow what happens to one of these tensors."""
     for tensor in tensors:
-        if tensor is not None and tensor.requires_grad:
-            return torch.is_grad_enabled()
-    return False
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            return True
+    # A level is entered by those alone who derive forwards. A trace does not see tangents.
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    unpack: Callable[[Tensor], Any] = forward_ad.unpack_dual
+    return any(tensor is not None and unpack(tensor).tangent is not None for tensor in tensors)
 
 
 def check_rank(name: str, tensor: Tensor, *ranks: int) -> None:
@@ -204,9 +227,8 @@ def check_no_overlap(name: str, tensor: Tensor) -> None:
 def check_no_grad(name: str, tensor: Tensor) -> None:
     """Raise ValueError where autograd would have to follow what happens to the tensor."""
     if needs_grad(tensor):
-        raise ValueError(
-            f"{name}: expected a tensor outside autograd (there is no backward), given one that requires grad"
-        )
+        given = "requires grad" if tensor.requires_grad else "has a tangent"
+        raise ValueError(f"{name}: expected a tensor outside autograd (there is no backward), given one that {given}")
 
 
 def check_apart(name: str, tensor: Tensor, others: Iterable[tuple[str, Tensor | None]]) -> None:

@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from public import AUTOGRAD, public_calls, shown, tensors_in
 from support import ints as vector
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import splitkv
 from splitkv import checks, distributed, masks
@@ -148,6 +149,12 @@ def nested(tensor: Tensor) -> Tensor:
         return torch.nested.nested_tensor([tensor, tensor])
 
 
+def freed(tensor: Tensor) -> Tensor:
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def tensors(*dtypes: torch.dtype, required: bool = True) -> list[Bad]:
     """What no tensor may be, these dtypes included."""
     return [
@@ -158,6 +165,7 @@ def tensors(*dtypes: torch.dtype, required: bool = True) -> list[Bad]:
         Bad("negated", torch._neg_view, "a negated view"),
         Bad("sparse", lambda t: t.to_sparse(), "a torch.sparse_coo layout"),
         Bad("nested", nested, "a nested tensor"),
+        Bad("without memory", freed, "a Tensor without", TypeError),
     ]
 
 
@@ -1618,6 +1626,49 @@ def test_columns_of_one_buffer_are_apart() -> None:
         assert bool((row[..., -2:] == 7).all()) and same_bits(q.contiguous(), arguments["q"])
         out.fill_(0)
     assert splitkv.supports(**arguments | dict(q=q, out=row[..., 8 : 8 + WIDTH_V])) is not None
+
+
+class Wrapper(Tensor):
+    """As a DTensor is one: of a shape, a device and strides, and without memory."""
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Wrapper:
+        make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        return make(cls, held.shape, strides=held.stride(), dtype=held.dtype, device=held.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{function} of what was to be refused")
+
+
+def test_what_wraps_tensors_is_refused_whatever_the_workspace_remembers() -> None:
+    arguments = one()
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    splitkv.decode(**arguments)
+    for name, tensor in tensors.items():
+        bad = arguments | {name: Wrapper(tensor)}
+        with pytest.raises(TypeError, match=rf"^{name}: expected .* of its own, given a Wrapper without") as refused:
+            splitkv.decode(**bad)
+        assert splitkv.supports(**bad) == str(refused.value)
+    with pytest.raises(TypeError, match=r"^q: expected .* of its own, given a Tensor without"):
+        torch.vmap(lambda q: splitkv.decode(**arguments | dict(q=q)))(arguments["q"][None])
+
+
+@pytest.mark.skipif(not AUTOGRAD, reason="nothing is derived")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")  # which PyTorch itself calls
+def test_what_is_derived_forwards_is_refused_whatever_was_seen_before() -> None:
+    """Else its derivative would be lost."""
+    calls: list[tuple[Any, dict[str, Any]]] = [(splitkv.decode, one()), (splitkv.merge, merging())]
+    calls += [(splitkv.append_kv, appending())]
+    for call, arguments in calls:
+        names = [name for name in ("q", "out", "lse", "outs", "lses", "k_new", "v_new") if name in arguments]
+        call(**arguments)
+        with torch.inference_mode(False), forward_ad.dual_level():
+            for name in names:
+                tangent = torch.ones_like(arguments[name])
+                dual = forward_ad.make_dual(torch.zeros_like(arguments[name]), tangent)  # type: ignore[no-untyped-call]
+                with pytest.raises(ValueError, match=rf"^{name}: expected .*, given one that has a tangent"):
+                    call(**arguments | {name: dual})
 
 
 def test_a_result_in_the_workspace_is_no_query_of_the_next_call() -> None:
