@@ -1387,7 +1387,7 @@ def _merged_shapes(outs: Tensor, indptr: Tensor | None, lse_layout: str) -> tupl
         checks.check_rank("outs", outs, 3)
     if outs.dim() < 2 or (outs.shape[0] < 1 and indptr is None) or outs.shape[-1] < 1:
         raise ValueError(f"outs: expected shape [n ≥ 1, …, head_dim_v ≥ 1], given {checks.shape_text(outs.shape)}")
-    if lse_layout not in ("NH", "HN"):
+    if not isinstance(lse_layout, str) or lse_layout not in ("NH", "HN"):
         raise ValueError(f'lse_layout: expected "NH" or "HN", given {lse_layout!r}')
     heads_last = lse_layout == "NH"
     if not heads_last and outs.dim() < (4 if indptr is None else 3):

@@ -171,7 +171,7 @@ class WorkspaceConfig:
             partial_bytes = self.q_tile_rows * (self.head_dim_v + 1) * 4
             default("max_splits", min(DEFAULT_MAX_SPLITS, DEFAULT_PARTIAL_BYTES // partial_bytes))
         require_int("max_splits", self.max_splits, 1, MAX_COUNT)
-        if self.dtype not in DTYPES:
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in DTYPES:
             raise ValueError(f"dtype: expected one of {', '.join(map(str, DTYPES))}, given {self.dtype}")
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from splitkv import api, checks
 from splitkv.config import WorkspaceConfig, align_up
-from splitkv.kv import KVView
+from splitkv.kv import MAX_TOKENS, KVView
 from splitkv.workspace import Workspace, aligned_bytes
 
 # The same under its newer and its older name.
@@ -167,7 +167,7 @@ def round_robin_lens(seq_lens: Tensor, rank: int, size: int, *, out: Tensor | No
     """
     seq_lens = checks.check_tensor("seq_lens", seq_lens)
     checks.check_dtype("seq_lens", seq_lens, torch.int32)
-    checks.require_int("size", size, 1)
+    checks.require_int("size", size, 1, MAX_TOKENS)
     checks.require_int("rank", rank, 0, size - 1)
     if out is not None:
         out = checks.check_tensor("out", out)

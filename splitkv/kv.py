@@ -335,7 +335,7 @@ class KVView:
         if starts is not None:
             checks.check_index_vector("starts", starts, self.device, "the view")
         else:
-            checks.require_int("size", size, 1)
+            checks.require_int("size", size, 1, MAX_TOKENS)
             assert size is not None
             checks.require_int("rank", rank, 0, size - 1)
             assert rank is not None
@@ -714,7 +714,7 @@ class PagedKV(KVView):
         k_scale: Tensor | float | None,
         v_scale: Tensor | float | None,
     ) -> None:
-        if layout not in ("NHD", "HND"):
+        if not isinstance(layout, str) or layout not in ("NHD", "HND"):
             raise ValueError(f'layout: expected "NHD" or "HND", given {layout!r}')
         _check_cache("k_cache", k_cache, 4)
         _check_cache("v_cache", v_cache, 4)

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -129,6 +130,9 @@ def numbers(*, positive: bool = False) -> list[Bad]:
     outside = [NAN, INF, -INF, 1e39, *([0.0, -1.0, 1e-50] if positive else [])]
     wrong = given("1", True, 1j, torch.tensor(1.0))
     return wrong + [Bad(str(value), lambda _, value=value: value, str(value)) for value in outside]
+
+
+ARRAY = np.array([1, 2])  # neither equal to anything nor not
 
 
 def flags() -> list[Bad]:
@@ -508,7 +512,7 @@ TABLE = [
 ]
 PAGES = {"k_cache": cache_rows("v_cache"), "v_cache": second_cache_rows(),
          "k_scale": scale_rows((8, PAGE, KV_HEADS)), "v_scale": scale_rows((8, PAGE, KV_HEADS)),
-         "layout": given("NDH", None, 1, error=ValueError), **VIEW_OPTIONS}  # fmt: skip
+         "layout": given("NDH", None, 1, ARRAY, error=ValueError), **VIEW_OPTIONS}  # fmt: skip
 LENS = vectors(short=None)
 
 
@@ -640,7 +644,7 @@ MERGE = Call(
         "sinks": [*tensors(torch.float64, torch.bfloat16, required=False), *HEAD_ROWS],
         "lse_base": given(10, 1.0, True, "e", None, NAN, torch.tensor(2.0), error=ValueError),
         "lse_layout": [
-            *given("NHD", None, 0, error=ValueError),
+            *given("NHD", None, 0, ARRAY, error=ValueError),
             Bad("of other lses", lambda _: "HN", "[", blamed="lses"),
         ],
         "out": [
@@ -814,7 +818,7 @@ CONFIG_FIELDS["q_tile_rows"] += given(48, error=ValueError)
 CONFIG_FIELDS["dtype"] = [
     *(
         Bad(str(wrong), lambda _, wrong=wrong: wrong, str(wrong))
-        for wrong in (torch.float64, torch.int8, None, "float16")
+        for wrong in (torch.float64, torch.int8, None, "float16", ARRAY)
     )
 ]
 
@@ -998,7 +1002,7 @@ def call_table() -> dict[str, Call]:
                     Bad("with a rank", lambda _: roomy([4, 0]), "both"),
                 ],
                 "rank": integers(0, 2),
-                "size": [*integers(1), Bad("the rank", lambda _: 1, "1", blamed="rank")],
+                "size": [*integers(1, 2**30), Bad("the rank", lambda _: 1, "1", blamed="rank")],
             },
         ),
         "Schedule.allocate": Call(
@@ -1327,7 +1331,7 @@ def call_table() -> dict[str, Call]:
             {
                 "seq_lens": blaming("out", without(tensors(torch.int64, torch.float32), "rank"), "device"),
                 "rank": integers(0, 2),
-                "size": integers(1),
+                "size": integers(1, 2**30),
                 "out": [
                     *tensors(torch.int64, torch.float32, required=False),
                     Bad("size", lambda t: roomy([0, 0, 0]), "[3]"),
