@@ -26,6 +26,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torc
 STAGING_BUFFERS = 4
 COPIES_PER_BUFFER = 4
 BLOCK_T = 512
+ADVANCED = "position_ids", "seq_lens", "pending", "kv_indptr", "out_cache_loc", "needs_page"  # what advance writes
 FEW_UPDATES = 256  # up to so many Python's own loops take less time than torch's operations
 
 SEQUENCES = (list, tuple, range, array)
@@ -302,6 +303,7 @@ class StepState:
         # Counts are the caller's tensor, another one each time perhaps: compiled when the first of a dtype comes.
         self._advancing = advancing
         self._advance_by: dict[torch.dtype, PreparedLaunch] = {}
+        self._advanced = [checks.extent(getattr(self, name)) for name in ADVANCED]
 
     # Staging.
 
@@ -534,8 +536,8 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
                 The first call with counts compiles: make it before a capture.
 
         Raises:
-            TypeError, ValueError: dtype, rank, size, stride or device of num_new; with SPLITKV_DEBUG=1 also a count
-                that would be clamped. Nothing was launched.
+            TypeError, ValueError: dtype, rank, size, stride or device of num_new, or a part of the state that is
+                written; with SPLITKV_DEBUG=1 also a count that would be clamped. Nothing was launched.
         """
         if operators.tracing(self.seq_lens):
             torch.ops.splitkv.advance(
@@ -547,6 +549,8 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
             self._advance(1, 0, *self._advance_sizes)
             return
         counts = _check_counts(num_new, self.config.max_batch_size, self.device)
+        if checks.touches(checks.extent(num_new), self._advanced):
+            checks.check_apart("num_new", num_new, ((name, getattr(self, name)) for name in ADVANCED))
         if checks.debugging(self.device):
             ends = self.qo_indptr.tolist()
             for row, (count, tokens) in enumerate(zip(num_new.tolist(), map(sub, ends[1:], ends), strict=False)):

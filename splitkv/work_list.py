@@ -167,7 +167,11 @@ class Schedule:
                 call = PreparedLaunches([step], NAMES, self.device)
                 self._calls.remember(form, call)
         where = kv.addressing
-        call((self.buffer, where.lens, where.indptr, kv.kv_start))
+        read = where.lens, where.indptr, kv.kv_start
+        call(
+            (self.buffer, *read),
+            lambda: checks.check_apart("schedule", self.buffer, [("the lengths of kv", tensor) for tensor in read]),
+        )
 
     def _check_batch(self, batch: object) -> None:
         if batch is not None:

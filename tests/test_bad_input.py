@@ -565,6 +565,12 @@ def interleaved_pages(kv: KVView) -> KVView:
     return splitkv.PagedKV(k, kv.v, kv.page_table, kv.seq_lens)
 
 
+def lengths_in_the_list(arguments: dict[str, Any]) -> KVView:
+    kv, schedule = arguments["kv"], arguments["self"]
+    lens = schedule.buffer[1:][: kv.seq_lens.shape[0]]
+    return splitkv.PagedKV(kv.k, kv.v, kv.page_table, lens)
+
+
 def values_in_keys(kv: KVView) -> KVView:
     return splitkv.PagedKV(kv.k, over(kv.k, kv.v, first=WIDTH // 2), kv.page_table, kv.seq_lens)
 
@@ -1028,6 +1034,7 @@ def call_table() -> dict[str, Call]:
                     *objects(None, (1, 2)),
                     Bad("device", on_meta, OTHER),
                     Bad("batch", lambda kv: paged(batch=1), "1", blamed="seq_lens|page_table"),
+                    Bad("lengths in the list", lengths_in_the_list, "shares memory", blamed="schedule", of_all=True),
                 ],
                 "batch": integers(0, 2, required=False),
             },
@@ -1125,6 +1132,15 @@ def call_table() -> dict[str, Call]:
                     *tensors(torch.int16, torch.float32, required=False),
                     Bad("stride", spaced, "strides [2]"),
                     Bad("more than fit", lambda t: roomy([1, 1, 1]), "3"),
+                    *(
+                        Bad(
+                            f"over {name}",
+                            lambda a, name=name: getattr(a["self"], name)[:2],
+                            "shares memory",
+                            of_all=True,
+                        )
+                        for name in ("seq_lens", "position_ids", "pending", "kv_indptr", "out_cache_loc", "needs_page")
+                    ),
                 ]
             },
             launches=True,
