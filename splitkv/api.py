@@ -229,6 +229,8 @@ def decode_shared_prefix(
     read on the device by each call, so that a CUDA graph is right after they were overwritten, as lengths and pages may
     be. A config with q_tile_rows=128 leaves room for as many programs as the GPU runs at a time; with less room there
     are fewer. With split_tokens a row's bits depend on its own inputs and on how many tokens its group has in common.
+    Partials of both kinds of tiles lie side by side then, for which a default max_splits may be too small: the refusal
+    says how many are enough.
 
     Args:
         q, workspace: As for `decode`.
