@@ -108,6 +108,8 @@ class StepState:
     new tokens waits: they get slot -1, its seq_len stays without them, and it is counted in `needs_page`. What the
     layers compute for it meanwhile means nothing. Give it the page, and its tokens again, by `bind`; until then every
     `advance` tries to place the same tokens. StepState keeps -1 past a row's live pages: see `page_updates` of `bind`.
+    Pages of a row come in order: that of the last new token tells whether one is missing, and a gap before it is not
+    seen.
 
     Attributes:
         config: The `StepConfig`; below B is its max_batch_size.
@@ -492,7 +494,7 @@ tensor([0, 1, 0, 0, 1, 2], dtype=torch.int32))
         if updates:
             slot.pages[words : words + len(update_words)] = update_words
         self._send(slot, words, updates, len(update_words), fresh)
-        padded_q = min(max(total_q, pad_to or 0), config.max_total_q)
+        padded_q = min(max(total_q, live if pad_to is None else pad_to), config.max_total_q)
         self._bind(self._bind_programs, live, total_q, padded_q, tokens_at, *self._bind_sizes)
 
     def _page_updates(self, page_updates: Any) -> tuple[int, array[int], int]:

@@ -51,7 +51,7 @@ class Model:
         q_lens: list[int] | None = None,
         tokens: list[int] | None = None,
         page_updates: list[tuple[int, int, int]] = (),  # type: ignore[assignment]
-        pad_to: int = 0,
+        pad_to: int | None = None,
     ) -> None:
         for row in {row for row, column, _ in page_updates if column == 0}:
             last = max(column for r, column, _ in page_updates if r == row)
@@ -61,7 +61,8 @@ class Model:
         self.rows, self.lens = list(rows), list(lens)
         self.q_lens = [1] * len(rows) if q_lens is None else list(q_lens)
         if tokens is not None:
-            padding = [0] * (min(pad_to, self.config.max_total_q) - len(tokens))
+            padded = len(rows) if pad_to is None else pad_to
+            padding = [0] * (min(padded, self.config.max_total_q) - len(tokens))
             self.input_ids[: len(tokens) + len(padding)] = tokens + padding
         self.positions = [0] * self.config.max_total_q
         self.slots = [-1] * self.config.max_total_q
@@ -327,6 +328,19 @@ def test_a_row_that_begins_anew_forgets_its_last_request(device: torch.device) -
     state.advance()
     assert state.needs_page.item() == 1 and state.seq_lens.tolist() == [4, 0]
     assert state.out_cache_loc.tolist() == [-1] * 12
+
+
+def test_ids_are_padded_up_to_the_requests(device: torch.device) -> None:
+    """As many rows as a step of these requests may run with, also where some have no new token."""
+    state, _ = make(device, StepConfig(4, max_total_q=6), [[0, 1]] * 4, 4)
+    state.input_ids.fill_(99)
+    for tokens, q_lens, pad_to, expected in (
+        ([5], [1, 0], None, [5, 0, 99]),
+        ([], [0, 0], None, [0, 0, 99]),
+        ([7], [0, 1], 3, [7, 0, 0]),
+    ):
+        state.bind([0, 1], [3, 3], q_lens=q_lens, tokens=tokens, pad_to=pad_to)
+        assert state.input_ids[:3].tolist() == expected
 
 
 def test_more_pages_ahead_stay_when_others_join(device: torch.device) -> None:
