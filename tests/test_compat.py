@@ -777,17 +777,23 @@ def test_what_flash_attention_may_not_be_given(name: str, monkeypatch: pytest.Mo
 def test_nothing_is_appended_for_a_call_that_is_refused() -> None:
     base = small(CPU, **NEW, workspace=WORKSPACE)
     flash_attn_with_kvcache(**base)  # the workspace remembers that such a call is fine
-    unfit = torch.empty(2, 3, 4, 2 * DIM_V)[..., ::2]
+    unfit, fit = torch.empty(2, 3, 4, 2 * DIM_V)[..., ::2], torch.empty(2, 3, 4, DIM_V)
+    over_keys = base["k_cache"].flatten()[-fit.numel() :].view(fit.shape)
     for change, message in (
         (dict(out=torch.empty(1)), "^out: expected shape"),
         (dict(out=unfit), "^out: expected a last stride of 1"),
+        (dict(out=over_keys), "^out: expected memory apart from kv"),
+        (dict(out=torch._neg_view(fit)), "^out: expected numbers as they lie in memory"),
+        (dict(out=fit.requires_grad_()), "^out: expected a tensor outside autograd"),
+        (dict(out=[fit]), "^out: expected a torch.Tensor, given list"),
+        (dict(q=torch._neg_view(base["q"])), "^q: expected numbers as they lie in memory"),
         (dict(num_splits=4096), "^num_splits: expected at most"),
         (dict(alibi_slopes=torch.ones(3)), "^alibi_slopes: expected shape"),
         (dict(q=base["q"].clone().requires_grad_()), "^q: expected a tensor outside autograd"),
     ):
         call = base | change
         before = call["k_cache"].clone()
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             flash_attn_with_kvcache(**call)
         assert torch.equal(call["k_cache"], before)
         call["k"].add_(1)  # would be seen
@@ -944,8 +950,15 @@ FI_REFUSED: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
         (dict(q_data_type=None), "expected a dtype"),
         (dict(q_data_type="float61"), "given 'float61'"),
     ],
-    ("plan", "kv_data_type"): [(dict(kv_data_type=torch.float16), "expected torch.float32 .*given torch.float16")],
-    ("plan", "o_data_type"): [(dict(o_data_type="bfloat16"), "expected torch.float32, given 'bfloat16'")],
+    ("plan", "kv_data_type"): [
+        (dict(kv_data_type=torch.float16), "expected torch.float32 .*given torch.float16"),
+        (dict(kv_data_type=""), "expected torch.float32 .*given ''"),
+        (dict(kv_data_type=torch.ones(2)), "expected torch.float32 .*given tensor"),
+    ],
+    ("plan", "o_data_type"): [
+        (dict(o_data_type="bfloat16"), "expected torch.float32, given 'bfloat16'"),
+        (dict(o_data_type=False), "expected torch.float32, given False"),
+    ],
     ("plan", "sm_scale"): [(dict(sm_scale=math.nan), "finite")],
     ("plan", "non_blocking"): [(dict(non_blocking=None), "expected True or False")],
     ("plan", "fixed_split_size"): [(dict(fixed_split_size=0), "expected an integer ≥ 1, given 0")],

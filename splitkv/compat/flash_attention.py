@@ -313,6 +313,7 @@ def _flash_attention(
         rules["tree_mask"] = bounded_mask(longest, right, batch, device)
     if out is None:
         out = torch.empty(*q.shape[:-1], v_cache.shape[3], dtype=q.dtype, device=device)
+    out = checks.check_tensor("out", out)
     lse = None
     if return_softmax_lse:
         *front, tokens = q.shape[:-2]
@@ -333,11 +334,16 @@ def _flash_attention(
     kv = view(cache_seqlens)
     if appended is not None:
         # Nothing is written for a call that decode would refuse. A workspace remembers which it would not.
-        form = (NewTokens, q.requires_grad, kv.form, return_softmax_lse, *map(_form_of, (q, kv.k, kv.v, out)))
+        form = (NewTokens, *map(_form_of, (q, kv.k, kv.v, out)), kv.form, return_softmax_lse)
         form += tuple(_form_of(rule) if isinstance(rule, Tensor) else rule for rule in rules.values())
-        if workspace.recall(form) is None or checks.debugging():
+        if workspace.recall(form) is None or checks.needs_grad(q, out) or checks.debugging():
             api.plan_decode(q, kv, workspace, out=out, **rules)
             workspace.remember(form, NewTokens)
+        else:
+            api.check_outputs_apart(
+                kv.tensors, workspace, q, out, rules.get("lse"), cu_seqlens_q, None, rules["alibi_slopes"],
+                rules.get("tree_mask"), None, None,
+            )  # fmt: skip
         total_lens = torch.empty(batch, dtype=torch.int32, device=device)
         appended.write(kv, cache_seqlens, cache_batch_idx, page_table, total_lens, capacity)
         kv = view(total_lens)

@@ -118,11 +118,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
         backend: str = "auto",
         jit_args: list[Any] | None = None,
     ) -> None:
-        if kv_layout not in ("NHD", "HND"):
+        if not isinstance(kv_layout, str) or kv_layout not in ("NHD", "HND"):
             raise ValueError(f'kv_layout: expected "NHD" or "HND", given {kv_layout!r}')
         check_flag("use_cuda_graph", use_cuda_graph)
         check_flag("use_tensor_cores", use_tensor_cores)
-        if backend != "auto":
+        if not isinstance(backend, str) or backend != "auto":
             raise ValueError(f'backend: expected "auto" (there is one), given {backend!r}')
         refuse("jit_args", jit_args, "there are no kernels but ours")
         self._buffer = _bytes_of("float_workspace_buffer", float_workspace_buffer)
@@ -341,7 +341,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         refuse("block_tables", block_tables, "indptr and indices name the pages")
         refuse("seq_lens", seq_lens, "indptr and last_page_len say the lengths")
         check_flag("disable_split_kv", disable_split_kv)
-        if fixed_split_size is not None and fixed_split_size != -1:
+        if fixed_split_size is not None and not (isinstance(fixed_split_size, int) and fixed_split_size == -1):
             checks.require_int("fixed_split_size", fixed_split_size, 1)
             if disable_split_kv:
                 raise ValueError("disable_split_kv: expected False with fixed_split_size, given True")
@@ -353,8 +353,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
         if q_data_type is None:
             raise ValueError("q_data_type: expected a dtype, or data_type in its place, given None")
         q_dtype = _dtype_of("q_data_type", q_data_type, *DTYPES)
-        kv_dtype = _dtype_of("kv_data_type", kv_data_type or q_dtype, q_dtype, *QUANTIZED_DTYPES)
-        o_dtype = _dtype_of("o_data_type", o_data_type or q_dtype, *dict.fromkeys((q_dtype, torch.float32)))
+        kv_dtype = _dtype_of(
+            "kv_data_type", q_dtype if kv_data_type is None else kv_data_type, q_dtype, *QUANTIZED_DTYPES
+        )
+        o_dtype = _dtype_of(
+            "o_data_type", q_dtype if o_data_type is None else o_data_type, *dict.fromkeys((q_dtype, torch.float32))
+        )
         return _Planned(
             indptr=indptr,
             indices=indices,
@@ -655,9 +659,8 @@ def _bytes_of(name: str, buffer: object) -> Tensor:
 def _dtype_of(name: str, value: str | torch.dtype, *dtypes: torch.dtype) -> torch.dtype:
     """A dtype given as such or by its name."""
     found = getattr(torch, value, value) if isinstance(value, str) else value
-    if found not in dtypes:
+    if not isinstance(found, torch.dtype) or found not in dtypes:
         raise ValueError(f"{name}: expected {' or '.join(map(str, dtypes))}, given {value!r}")
-    assert isinstance(found, torch.dtype)
     return found
 
 
@@ -670,7 +673,7 @@ def _check_rules(
     rope_theta: object,
 ) -> None:
     """Check what plan and forward have in common."""
-    if pos_encoding_mode != "NONE":
+    if not isinstance(pos_encoding_mode, str) or pos_encoding_mode != "NONE":
         raise ValueError(
             f'pos_encoding_mode: expected "NONE" (rotate q and k before; ALiBi is splitkv.decode\'s alibi_slopes), '
             f"given {pos_encoding_mode!r}"
