@@ -106,8 +106,9 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     for tensor in tensors:
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             return True
-    # A level is entered by those alone who derive forwards. A trace does not see tangents.
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+    # A level is entered by those alone who derive forwards; a PyTorch that does not say which one it is will be asked
+    # for tangents. A trace does not see them.
+    if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0:
         return False
     unpack: Callable[[Tensor], Any] = forward_ad.unpack_dual
     return any(tensor is not None and unpack(tensor).tangent is not None for tensor in tensors)
