@@ -338,8 +338,9 @@ def _attend(
     try:
         # Everything that plan_decode looks at, but for values that change with the same tensors. Numbers together with
         # their types: 1, 1.0 and True are equal, and not all of them are accepted.
+        address = q.data_ptr()  # 0 of no memory
         form = (
-            *_form_of(q),
+            q.shape, q.stride(), q.dtype, q.device, address % ALIGNED_BYTES if address else -1, q.is_neg(),
             kv.form, kv.k.data_ptr() % ALIGNED_BYTES, kv.v.data_ptr() % ALIGNED_BYTES,
             want_lse,
             sm_scale, sm_scale.__class__, causal, causal.__class__, window_left, window_left.__class__,

@@ -108,7 +108,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
             return True
     # A level is entered by those alone who derive forwards; a PyTorch that does not say which one it is will be asked
     # for tangents. A trace does not see them.
-    if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0:
+    if getattr(forward_ad, "_current_level", 0) < 0 or torch.compiler.is_compiling():
         return False
     unpack: Callable[[Tensor], Any] = forward_ad.unpack_dual
     return any(tensor is not None and unpack(tensor).tangent is not None for tensor in tensors)
