@@ -114,7 +114,10 @@ def _check_slots_in_debug(name: str, slots: Tensor, count: int) -> None:
 def _same_memory(kv: KVView) -> bool:
     """Whether the values are the first columns of the keys."""
     return kv.latent or (
-        kv.v.data_ptr() == kv.k.data_ptr() and kv.v.stride() == kv.k.stride() and kv.head_dim_v <= kv.head_dim
+        checks.has_memory(kv.k)
+        and kv.v.data_ptr() == kv.k.data_ptr()
+        and kv.v.stride() == kv.k.stride()
+        and kv.head_dim_v <= kv.head_dim
     )
 
 
