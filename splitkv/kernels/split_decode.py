@@ -359,6 +359,7 @@ def split_decode_kernel(
     # A product whose result the compiler can follow to another is computed twice, by both halves of eight warps. The
     # branch before the weights hides them from it; and neither of the two products of keys goes on with the other's.
     APART: tl.constexpr = LATENT and BLOCK_M >= 64 and not QUANTIZED and TYPE != tl.float32
+    TWO_SUMS: tl.constexpr = APART and BLOCK_D_TAIL > 0
     # Values, and latent rows, are loaded as pairs of numbers, and the even and the odd ones are products of their own.
     # A product needs 16 columns.
     K_PAIRS: tl.constexpr = (
@@ -373,7 +374,7 @@ def split_decode_kernel(
     TALL: tl.constexpr = BLOCK_M >= 64 and not LATENT and TYPE != tl.float32
     # A scale above 0 commutes with the maximum, and is then multiplied in where that is subtracted.
     FOLD: tl.constexpr = POSITIVE_SCALE and not (
-        HAS_SOFTCAP or alibi_ptr is not None or k_scale_ptr is not None or FIT_Q or (APART and BLOCK_D_TAIL)
+        HAS_SOFTCAP or alibi_ptr is not None or k_scale_ptr is not None or FIT_Q or TWO_SUMS
     )
     # Keys lie at the same places of their pages in every block, so that each block's addresses are those of page 0 and
     # one product, in bytes: SAME_STRIDES holds only where a page's stride in bytes fits 31 bits. Smaller tiles lack the
@@ -670,7 +671,7 @@ def split_decode_kernel(
                     in_page = block % PAGE_SIZE
                     tile_offset = wide_product(page, stride_k_page) + wide_product(in_page, stride_k_token)
                     k_rows += tile_offset * (KV_VECTOR // PER_K)
-                    if PACKED and APART:
+                    if PACKED and APART:  # with few rows the code that this makes is slower
                         k_offset = packed_rows(BLOCK_N, HEAD_DIM // KV_VECTOR)
                     elif PACKED:
                         k_offset = offs_n * (HEAD_DIM // KV_VECTOR)
@@ -685,6 +686,8 @@ def split_decode_kernel(
                     page_offset = wide_product(page, within(page_bytes, block, TALL))
                     next_entries = entries + (block + BLOCK_N - first).to(tl.uint32) // PAGE_SIZE
                     if phase + 1 < PHASES:
+                        # The same for all keys of a block, and written as if it were not: the interpreter wants a mask
+                        # of the shape of what it loads.
                         page = tl.load(next_entries, mask=block + BLOCK_N + 0 * offs_n < last_block)
                     else:
                         page = tl.load(next_entries, mask=key + BLOCK_N < high, other=0)
@@ -746,7 +749,7 @@ def split_decode_kernel(
                         scores, q_tail, k_rows, k_offset, in_part, BLOCK_D, BLOCK_D_TAIL, HEAD_DIM, TAIL_PIECE,
                         KV_VECTOR, KV_FORMAT, NATIVE,
                     )  # fmt: skip
-                elif not (APART and BLOCK_D_TAIL):
+                elif not TWO_SUMS:
                     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
                 if K_PAIRS:
                     scores = tl.dot(q_odd, tl.trans(k_odd), scores)
@@ -763,12 +766,12 @@ def split_decode_kernel(
                         k_tail = decoded(k_tail, KV_FORMAT, TYPE, NATIVE)
                     if WIDE_PRODUCTS:
                         k_tail = k_tail.to(tl.float32)
-                    if APART:
+                    if TWO_SUMS:
                         # Scaled before they are added, or the compiler would make one sum of them.
                         scores = tl.dot(q, tl.trans(k)) * score_scale + tl.dot(q_tail, tl.trans(k_tail)) * score_scale
                     else:
                         scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
-                if not FOLD and not (APART and BLOCK_D_TAIL):
+                if not FOLD and not TWO_SUMS:
                     scores *= score_scale
                 if K_SCALE_PER_TOKEN:
                     k_scale = tl.load(k_scales + k_scale_offset, mask=in_part, other=0.0)
