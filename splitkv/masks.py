@@ -71,12 +71,9 @@ def _check_rules(causal: object, window_left: object) -> None:
 
 
 def _traced_rules(causal: bool, window_left: int | None) -> tuple[bool, int | None, str | None]:
-    """The rules for a schema, which would make numbers of True and False, and what is wrong with those given."""
-    try:
-        _check_rules(causal, window_left)
-    except (TypeError, ValueError) as error:
-        return True, None, operators.found(error)
-    return causal, window_left, None
+    """The rules for a schema, and what is wrong with those given."""
+    refusal = operators.refused(_check_rules, causal, window_left)
+    return (causal, window_left, None) if refusal is None else (True, None, refusal)
 
 
 def validity_mask_shape(batch: int, max_len: int) -> tuple[int, int]:

@@ -80,14 +80,21 @@ def found(error: Exception) -> str:
     return f"{'TypeError' if isinstance(error, TypeError) else 'ValueError'}: {error.args[0]}"
 
 
+def refused(check: Callable[..., object], *arguments: Any) -> str | None:
+    """What to `refuse` where a check raises for these arguments: schemas would make numbers of True and False."""
+    try:
+        check(*arguments)
+    except (TypeError, ValueError) as error:
+        return found(error)
+    return None
+
+
 def followed(*given: tuple[str, Tensor | None]) -> str | None:
     """What to `refuse` where autograd would have to follow one of these: an operator that runs cannot see it."""
-    try:
-        for name, tensor in given:
-            if tensor is not None:
-                checks.check_no_grad(name, tensor)
-    except ValueError as error:
-        return found(error)
+    for name, tensor in given:
+        refusal = None if tensor is None else refused(checks.check_no_grad, name, tensor)
+        if refusal is not None:
+            return refusal
     return None
 
 

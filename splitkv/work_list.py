@@ -150,13 +150,11 @@ class Schedule:
 
         check_view(kv)
         if operators.tracing(self.buffer):
-            refusal = None
-            try:  # a schema would make a number of True
-                self._check_batch(batch)
-            except (TypeError, ValueError) as error:
-                batch, refusal = None, operators.found(error)
-            view = operators.take_apart(kv, scheduled=False)
-            torch.ops.splitkv.update_schedule(self.buffer, self.spec, batch, refusal, *view)
+            refusal = operators.refused(self._check_batch, batch)
+            torch.ops.splitkv.update_schedule(
+                self.buffer, self.spec, batch if refusal is None else None, refusal,
+                *operators.take_apart(kv, scheduled=False),
+            )  # fmt: skip
             return
         self._check_batch(batch)
         form = kv.form, batch
