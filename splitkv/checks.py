@@ -18,13 +18,13 @@ __all__ = [
     "as_device",
     "check_apart",
     "check_cache_dtype",
+    "check_choice",
     "check_device",
     "check_dtype",
     "check_finite",
     "check_in_place",
     "check_index_vector",
     "check_last_stride",
-    "check_memory",
     "check_no_grad",
     "check_no_overlap",
     "check_prefix_sums",
@@ -72,11 +72,11 @@ def check_tensor(name: str, value: object) -> Tensor:
     # Operators ask it of the tensors that they are run with: a trace could not.
     if not torch.compiler.is_compiling() and value.is_neg():
         raise ValueError(f"{name}: expected numbers as they lie in memory, given a negated view (call resolve_neg())")
-    check_memory(name, value)
+    _check_memory(name, value)
     return value
 
 
-def check_memory(name: str, tensor: Tensor) -> None:
+def _check_memory(name: str, tensor: Tensor) -> None:
     """Raise TypeError where a tensor on a device has elements and nothing that a kernel could read."""
     if not has_memory(tensor):
         return
@@ -112,6 +112,13 @@ def needs_grad(*tensors: Tensor | None) -> bool:
         return False
     unpack: Callable[[Tensor], Any] = forward_ad.unpack_dual
     return any(tensor is not None and unpack(tensor).tangent is not None for tensor in tensors)
+
+
+def check_choice(name: str, value: object, *choices: str) -> None:
+    """Raise ValueError unless `value` is one of these words; what compares element by element is none."""
+    if not isinstance(value, str) or value not in choices:
+        expected = " or ".join(f'"{choice}"' for choice in choices)
+        raise ValueError(f"{name}: expected {expected}, given {value!r}")
 
 
 def check_rank(name: str, tensor: Tensor, *ranks: int) -> None:

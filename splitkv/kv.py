@@ -714,8 +714,7 @@ class PagedKV(KVView):
         k_scale: Tensor | float | None,
         v_scale: Tensor | float | None,
     ) -> None:
-        if not isinstance(layout, str) or layout not in ("NHD", "HND"):
-            raise ValueError(f'layout: expected "NHD" or "HND", given {layout!r}')
+        checks.check_choice("layout", layout, "NHD", "HND")
         _check_cache("k_cache", k_cache, 4)
         _check_cache("v_cache", v_cache, 4)
         _check_pair("k_cache", k_cache, "v_cache", v_cache)

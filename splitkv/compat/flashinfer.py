@@ -118,8 +118,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         backend: str = "auto",
         jit_args: list[Any] | None = None,
     ) -> None:
-        if not isinstance(kv_layout, str) or kv_layout not in ("NHD", "HND"):
-            raise ValueError(f'kv_layout: expected "NHD" or "HND", given {kv_layout!r}')
+        checks.check_choice("kv_layout", kv_layout, "NHD", "HND")
         check_flag("use_cuda_graph", use_cuda_graph)
         check_flag("use_tensor_cores", use_tensor_cores)
         if not isinstance(backend, str) or backend != "auto":
