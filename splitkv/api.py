@@ -338,9 +338,8 @@ def _attend(
     try:
         # Everything that plan_decode looks at, but for values that change with the same tensors. Numbers together with
         # their types: 1, 1.0 and True are equal, and not all of them are accepted.
-        address = q.data_ptr()  # 0 of no memory
         form = (
-            q.shape, q.stride(), q.dtype, q.device, address % ALIGNED_BYTES if address else -1, q.is_neg(),
+            _form_of(q),
             kv.form, kv.k.data_ptr() % ALIGNED_BYTES, kv.v.data_ptr() % ALIGNED_BYTES,
             want_lse,
             sm_scale, sm_scale.__class__, causal, causal.__class__, window_left, window_left.__class__,
@@ -395,11 +394,8 @@ def _trace(
 ) -> tuple[Tensor, Tensor | None]:
     """The call as an operator of a graph that is being traced; (out, lse)."""
     _check_kinds(kv, workspace)
-    refusal = operators.followed(("q", q), ("out", out), ("lse", lse))
-    try:  # schemas would make numbers of True and False
-        _check_numbers(sm_scale, causal, window_left, softcap, num_splits)
-    except (TypeError, ValueError) as error:
-        refusal = operators.found(error)
+    refusal = operators.refused(_check_numbers, sm_scale, causal, window_left, softcap, num_splits)
+    refusal = refusal or operators.followed(("q", q), ("out", out), ("lse", lse))
     if refusal is not None:
         sm_scale, causal, window_left, softcap, num_splits = None, True, None, None, None
     want_lse = want_lse or lse is not None
@@ -1390,8 +1386,7 @@ def _merged_shapes(outs: Tensor, indptr: Tensor | None, lse_layout: str) -> tupl
         checks.check_rank("outs", outs, 3)
     if outs.dim() < 2 or (outs.shape[0] < 1 and indptr is None) or outs.shape[-1] < 1:
         raise ValueError(f"outs: expected shape [n ≥ 1, …, head_dim_v ≥ 1], given {checks.shape_text(outs.shape)}")
-    if not isinstance(lse_layout, str) or lse_layout not in ("NH", "HN"):
-        raise ValueError(f'lse_layout: expected "NH" or "HN", given {lse_layout!r}')
+    checks.check_choice("lse_layout", lse_layout, "NH", "HN")
     heads_last = lse_layout == "NH"
     if not heads_last and outs.dim() < (4 if indptr is None else 3):
         raise ValueError(
