@@ -95,7 +95,8 @@ class Engine:
         if max_len > model.cos.shape[0]:
             raise ValueError(f"max_len: expected at most {model.cos.shape[0]} (the model's positions), given {max_len}")
         self.model, self.max_len, self.max_batch_size, self.burst = model, max_len, max_batch_size, burst
-        device, heads, width = model.device, (model.num_q_heads, model.num_kv_heads), model.head_dim
+        device, dtype, width = model.device, model.dtype, model.head_dim
+        heads = model.num_q_heads, model.num_kv_heads
         self.max_tokens, self.on_gpu, self.invariant = max_tokens, device.type == "cuda", split_tokens is not None
         self.before, self.after = model.before, model.after
         if compile:
@@ -106,16 +107,15 @@ class Engine:
         page_table = torch.full((max_batch_size, max_pages), -1, dtype=torch.int32, device=device)
         step_config = splitkv.StepConfig(max_batch_size, max_total_q=max_tokens)
         self.state = splitkv.StepState.allocate(step_config, page_table, page_size, device)
-        parts = {} if split_tokens is None else {"split_tokens": split_tokens, "max_parts": -(-max_len // split_tokens)}
-        parts |= {"max_total_q": max_tokens}
-        config = splitkv.WorkspaceConfig(max_batch_size, *heads, width, dtype=model.dtype, **parts)
+        cut = {} if split_tokens is None else {"split_tokens": split_tokens, "max_parts": -(-max_len // split_tokens)}
+        config = splitkv.WorkspaceConfig(max_batch_size, *heads, width, max_total_q=max_tokens, dtype=dtype, **cut)
         self.workspace = splitkv.Workspace.allocate(config, device)
         shape = (len(model.layers), 2, num_pages, page_size, model.num_kv_heads, width)
         lens, rows = self.state.seq_lens, self.state.req_pool_indices
         self.schedule = splitkv.Schedule.allocate(config, device)
         self.kvs = [
             splitkv.PagedKV(k, v, page_table, lens, rows=rows, schedule=self.schedule)
-            for k, v in torch.zeros(shape, dtype=model.dtype, device=device)
+            for k, v in torch.zeros(shape, dtype=dtype, device=device)
         ]
         self.temperature = torch.zeros(max_batch_size, device=device)
         self.sampled = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
@@ -188,12 +188,12 @@ class Engine:
 
     def _check(self, request: Request) -> None:
         kinds: dict[str, tuple[type, ...]] = dict(prompt=(list,), max_new_tokens=(int,), temperature=(int, float))
-        for name, kind in (kinds | dict(stop=(set, frozenset))).items():
+        kinds["stop"] = set, frozenset
+        for name, kind in kinds.items():
             if not isinstance(value := getattr(request, name, request), kind):
                 raise TypeError(f"request: expected a Request with {name} as documented, given {type(value).__name__}")
         longest = min(self.max_len, self.pool.num_pages * self.pool.page_size)
-        needed = len(request.prompt) + request.max_new_tokens
-        if not request.prompt or request.max_new_tokens < 1 or needed > longest:
+        if not request.prompt or request.max_new_tokens < 1 or len(request.prompt) + request.max_new_tokens > longest:
             raise ValueError(
                 f"request: expected a prompt and an answer of at least a token each and at most {longest} in all, "
                 f"given {len(request.prompt)} and {request.max_new_tokens}"
@@ -226,7 +226,8 @@ class Engine:
             steps = min(self.burst, *(request.max_new_tokens - len(request.generated) for request in decoding))
             if self.pool.num_free_pages < len(decoding) * -(-steps // self.pool.page_size):
                 steps = 1
-        plan, budget = dict[Request, int](), self.max_tokens
+        plan: dict[Request, int] = {}
+        budget = self.max_tokens
         for request in decoding + reading:
             count = min(request.length - request.cached, budget)
             if request in self.running and count and self._make_room(request, count, steps - 1):
