@@ -26,6 +26,7 @@ import splitkv
 from splitkv import checks
 from splitkv.api import plan_decode
 from splitkv.config import next_power_of_2
+from splitkv.tiles import Target
 
 GUARD_BYTE = 0xA5
 GUARD_BYTES = 512
@@ -378,6 +379,9 @@ def assert_rows(result: Result, outs: Any, lses: Any) -> None:
     assert_values(result.out, want_out)
     assert_values(result.lse, lses, zero=1e-5)
 
+
+H200 = Target("cuda:90", num_sms=132, shared_memory=232448, sm_shared_memory=233472)
+"""As `Target.of` makes it where there is one."""
 
 STEP = 2**30 + 512  # elements of `spacious`: fits 32 bits itself, and twice it does not
 

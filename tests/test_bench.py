@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import H200
 
 import splitkv
 from splitkv.bench import cells, cli, peers, plot, problem, record, run, table, timing, tune
@@ -22,7 +23,6 @@ from splitkv.tiles_io import TileKey, TileTable
 MIB = 2**20
 CPU = torch.device("cpu")
 SMALL = Cell("small", (40, 7, 23), num_q_heads=4, num_kv_heads=2, head_dim=32)
-H200 = Target("cuda:90", num_sms=132, shared_memory=232448, sm_shared_memory=233472)
 
 
 # Cells

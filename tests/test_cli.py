@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from support import H200
 
 import splitkv
 from splitkv import cli, demo, doctor, screen
-from splitkv.tiles import Target
 
 pytest.importorskip("rich")
 
@@ -70,9 +70,8 @@ def test_doctor_shows_the_schedule_that_decode_takes(shown: Shown, lens: tuple[i
 
 def test_plans_are_made_for_a_gpu_that_is_not_here() -> None:
     sizes = doctor.Sizes((4096,) * 32, 32, 8, 128, torch.bfloat16, split_tokens=None, num_splits=None)
-    h200 = Target("cuda:90", num_sms=132, shared_memory=232448, sm_shared_memory=233472)
     grids = [
-        doctor.make_plan(sizes, doctor.kernel_device(), h200, max_splits)[1][0].grid[0] for max_splits in (None, 512)
+        doctor.make_plan(sizes, doctor.kernel_device(), H200, max_splits)[1][0].grid[0] for max_splits in (None, 512)
     ]
     assert grids == [528, 256]  # four programs per multiprocessor, or as many as leave two partials each
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import H200
 
 from splitkv.config import ALIGNMENT, MAX_HEAD_DIM, WorkspaceConfig, tile_bound
 from splitkv.tiles import Blocks, Target, Tiles, choose, fit_rows, shared_bytes
@@ -215,7 +216,7 @@ def test_every_geometry_has_tiles_that_fit(limit, dtype, tree):
 
 
 def test_tiles_of_a_table_that_do_not_fit_are_refused_or_passed_over_where_it_is_for_a_tree():
-    target, sizes = Target("cuda:90", 132, 232448, sm_shared_memory=233472), (torch.bfloat16, 128, 128, 16)
+    target, sizes = H200, (torch.bfloat16, 128, 128, 16)
     built_in = choose(target, *sizes, tree=True)
 
     def chosen(block_n: int, tree: bool) -> Tiles:

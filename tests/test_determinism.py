@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import COMPILED
+from support import H200
 
 import splitkv
 from splitkv.api import plan_decode
 from splitkv.testing import Guarded, PoisonedWorkspace, Problem, make_problem, same_bits
-from splitkv.tiles import Target
 
 DEVICE = torch.device("cuda" if COMPILED else "cpu")
 LENS = (40, 0, 33)
@@ -182,7 +182,7 @@ def test_with_split_tokens_tiles_follow_neither_the_batch_nor_hints():
     def tiles(batch: int, len_hint: int | None, split_tokens: int | None) -> list[Any]:
         config = splitkv.WorkspaceConfig(64, 32, 8, 128, split_tokens=split_tokens, max_parts=4)
         workspace = splitkv.Workspace.allocate(config, DEVICE)
-        workspace.target = Target("cuda:90", num_sms=132, shared_memory=232448, sm_shared_memory=233472)
+        workspace.target = H200
         table, lens = torch.zeros(2, 64, 1, dtype=torch.int32, device=DEVICE)
         kv = splitkv.PagedKV(page, page, table, lens[:, 0], len_hint=len_hint)
         q = torch.zeros(batch, 32, 128, dtype=torch.bfloat16, device=DEVICE)

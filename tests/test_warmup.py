@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 from conftest import COMPILED
-from support import run_script
+from support import H200, run_script
 from torch import Tensor
 
 import splitkv
@@ -293,7 +293,7 @@ def test_kernels_of_every_batch_are_listed(device: torch.device, name: str) -> N
         max_parts=2, dtype=torch.float16,
     )  # fmt: skip
     workspace = splitkv.Workspace.allocate(config, device)
-    workspace.target = Target("cuda:90", num_sms=132, shared_memory=232448, sm_shared_memory=233472)
+    workspace.target = H200
     page = torch.zeros(1, 16, 8, 128, device=device).half()
     # Made for one query token per request: calls with more tiles than it was sized for do without.
     sized = splitkv.WorkspaceConfig(most, 32, 8, 128, dtype=torch.float16)
