@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support import H200
 
 import splitkv
 from splitkv import reference, schedule
@@ -181,6 +182,28 @@ def test_the_axis_of_work_stays_within_32_bits(batch: int, tokens: int, device: 
     assert found.choose_shares([Request(2**30, tokens)] * batch).total <= 2**30
     work_list.update(kv)
     assert 0 < int(work_list.buffer[-1]) * cdiv(2 * tokens, 16) <= 2**30
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (40, 1), (3, 4)])
+def test_a_window_is_scheduled_as_so_many_keys_alone(batch: int, tokens: int, device: torch.device) -> None:
+    """128 keys of 131,072 are cut, shared and merged as those of a request that has no others."""
+    window_left = 127
+    own = window_left + tokens
+    shares = []
+    for length in (own, 131072):
+        config = splitkv.WorkspaceConfig(batch, 32, 8, 16, max_total_q=batch * tokens, dtype=torch.float16)
+        workspace = splitkv.Workspace.allocate(config, device)
+        workspace.target = H200
+        page = torch.zeros(1, 16, 8, 16, dtype=torch.float16, device=device)
+        table = torch.zeros(batch, 131072 // 16, dtype=torch.int32, device=device)
+        kv = splitkv.PagedKV(page, page, table, torch.full((batch,), length, dtype=torch.int32, device=device))
+        q = torch.zeros(batch, tokens, 32, 16, dtype=torch.float16, device=device)
+        split = plan_decode(q, kv, workspace, window_left=window_left).launches[0]
+        found = Partition.of_launch(split.operands, split.constants)
+        stretches = found.stretches([Request(length, tokens)] * batch)
+        shares.append([(s.share, s.request, s.low - length, s.high - length, s.slot) for s in stretches])
+    assert shares[0] == shares[1]
+    assert sum(high - low for _, _, low, high, _ in shares[0]) == batch * own
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3, 4, 7])
